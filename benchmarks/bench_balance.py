@@ -42,7 +42,7 @@ SPREAD = 0.5
 MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
 
 
-def drawn(n: int, seed: int) -> Outcomes:
+def sample_outcomes(n: int, seed: int) -> Outcomes:
     """Return the tables of a step: lengths and kept groups."""
     rng = np.random.default_rng(seed)
     between = rng.normal(0, SPREAD, (PROMPTS, 1))
@@ -93,10 +93,10 @@ def old_update(outcomes: Outcomes, holder: torch.Tensor, algo: AlgoConfig, costs
     return efficiency(cells.reshape(MINI_BATCHES, replicas))
 
 
-def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
+def measure(n: int, replicas: int, split: Any, costs: CostModel) -> dict[str, Any]:
     """Return one row of the table."""
-    outcomes = drawn(n, seed=n + replicas)
-    algo = AlgoConfig(mini_batches=MINI_BATCHES, mini_batch_of=of)
+    outcomes = sample_outcomes(n, seed=n + replicas)
+    algo = AlgoConfig(mini_batches=MINI_BATCHES, mini_batch_of=split)
     runs = in_runs(outcomes, replicas)
     holder = dealt(outcomes, replicas)
 
@@ -111,7 +111,7 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
     return {
         "n": n,
         "replicas": replicas,
-        "of": of,
+        "of": split,
         "generation_runs": efficiency(sums(runs, outcomes.tokens, replicas)),
         "generation": efficiency(sums(holder, outcomes.tokens, replicas)),
         "update_runs": old_update(outcomes, runs, algo, costs, replicas),
@@ -137,11 +137,11 @@ def main() -> None:
     rows = []
     sizes = [(64, 8)] if args.quick else list(product(args.n, args.replicas))
     for n, replicas in sizes:
-        for of in ("prompts", "siblings"):
-            r = measure(n, replicas, of, costs)
+        for split in ("prompts", "siblings"):
+            r = measure(n, replicas, split, costs)
             rows.append(r)
             print(
-                f"{n:>5}{replicas:>10}  {of:<15}{r['generation_runs']:>7.3f}{r['generation']:>7.3f}"
+                f"{n:>5}{replicas:>10}  {split:<15}{r['generation_runs']:>7.3f}{r['generation']:>7.3f}"
                 f"{r['update_runs']:>8.3f}{r['update']:>10.4f}{r['rows']:>8}{r['seconds']:>9.2f}{r['sent_mib']:>11.1f}"
             )
     write_rows(args.json, rows)

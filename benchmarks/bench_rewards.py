@@ -53,12 +53,12 @@ CHARS = 1000
 
 def references(rng: random.Random, count: int) -> list[str]:
     """Return reference answers of three kinds, in turn."""
-    made = []
+    answers = []
     for i in range(count):
         a = rng.randrange(2, 1000)
         b = rng.randrange(2, 100)
-        made.append([str(a), rng.choice([f"{a}/{b}", f"{a}.{b}"]), rf"\frac{{{a}\sqrt{{{b}}}}}{{7}}"][i % 3])
-    return made
+        answers.append([str(a), rng.choice([f"{a}/{b}", f"{a}.{b}"]), rf"\frac{{{a}\sqrt{{{b}}}}}{{7}}"][i % 3])
+    return answers
 
 
 def wrong_answers(reference: str) -> list[str]:

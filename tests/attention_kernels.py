@@ -34,11 +34,11 @@ def forward(q, k, v, limits, causal, scale):
     """Return the output [T, heads, d] and the log-sum-exp [heads, T]."""
     out = torch.full_like(q, torch.nan)
     lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
-    for mine, theirs in pieces(*limits):
-        s = scores(q[mine].double(), k[theirs].double(), causal, scale)
-        lse[:, mine] = s.logsumexp(-1).to(lse.dtype)
-        values = v[theirs].double().repeat_interleave(q.shape[1] // v.shape[1], 1)
-        out[mine] = torch.einsum("hij,jhd->ihd", s.softmax(-1), values).to(out.dtype)
+    for queries, keys in pieces(*limits):
+        s = scores(q[queries].double(), k[keys].double(), causal, scale)
+        lse[:, queries] = s.logsumexp(-1).to(lse.dtype)
+        values = v[keys].double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out[queries] = torch.einsum("hij,jhd->ihd", s.softmax(-1), values).to(out.dtype)
     return out, lse
 
 
@@ -49,13 +49,13 @@ def backward(grad, q, k, v, out, lse, limits, causal, scale):
     assert not torch.utils.deterministic.fill_uninitialized_memory
     ratio = q.shape[1] // k.shape[1]
     grads = [torch.zeros_like(x) for x in (q, k, v)]
-    for mine, theirs in pieces(*limits):
-        p = (scores(q[mine], k[theirs], causal, scale) - lse[:, mine, None]).exp()
-        dp = torch.einsum("ihd,jhd->hij", grad[mine], v[theirs].repeat_interleave(ratio, 1))
-        ds = p * (dp - (grad[mine] * out[mine]).sum(-1).t()[..., None]) * scale
-        grads[0][mine] = torch.einsum("hij,jhd->ihd", ds, k[theirs].repeat_interleave(ratio, 1))
+    for queries, keys in pieces(*limits):
+        p = (scores(q[queries], k[keys], causal, scale) - lse[:, queries, None]).exp()
+        dp = torch.einsum("ihd,jhd->hij", grad[queries], v[keys].repeat_interleave(ratio, 1))
+        ds = p * (dp - (grad[queries] * out[queries]).sum(-1).t()[..., None]) * scale
+        grads[0][queries] = torch.einsum("hij,jhd->ihd", ds, k[keys].repeat_interleave(ratio, 1))
         for total, weights, rows in ((grads[1], ds, q), (grads[2], p, grad)):
-            total[theirs] = torch.einsum("hij,ihd->jhd", weights, rows[mine]).unflatten(1, (-1, ratio)).sum(2)
+            total[keys] = torch.einsum("hij,ihd->jhd", weights, rows[queries]).unflatten(1, (-1, ratio)).sum(2)
     return tuple(grads)
 
 

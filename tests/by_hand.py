@@ -21,11 +21,11 @@ def responses(
     seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[Slot] = (), stream: int | str = 0
 ) -> list[list[int]]:
     """Return the responses that the fake engine samples in a step (stream), including the stop tokens."""
-    drawn = enumerate(fakes.draws(stream_key(seed, stream, prompt.id), range(n), tokens))
+    sampled_rows = enumerate(fakes.draws(stream_key(seed, stream, prompt.id), range(n), tokens))
     gone = set(lost)
     return [
         row[: row.index(fakes.STOP) + 1] if fakes.STOP in row else row
-        for sibling, row in drawn
+        for sibling, row in sampled_rows
         if (prompt.id, sibling) not in gone
     ]
 

@@ -32,7 +32,7 @@ class Command:
     words: tuple[str, ...]  # without variables, redirections and assignments of the shell
     reasons: frozenset[str] | None  # in the comment of the block; None without a comment
     inline: bool = False  # in a sentence or a table
-    given: str = ""  # its input: the text up to END of <<END
+    stdin: str = ""  # its input: the text up to END of <<END
 
     def __str__(self) -> str:
         return f"{self.where}: {shlex.join(self.words)}"
@@ -44,8 +44,8 @@ def commands(page: str, text: str) -> list[Command]:
     for match in BLOCK.finditer(text):
         reasons = None if match[1] is None else frozenset(part.strip() for part in match[1].split(","))
         line = text[: match.start(3)].count("\n") + 1
-        for number, words, given in _of_block(match[3], console=match[2] == "console"):
-            listed.append(Command(f"{page}:{line + number}", words, reasons, given=given))
+        for number, words, stdin in _of_block(match[3], console=match[2] == "console"):
+            listed.append(Command(f"{page}:{line + number}", words, reasons, stdin=stdin))
     prose = FENCED.sub(lambda m: "\n" * m[0].count("\n"), text)
     for match in INLINE.finditer(prose):
         where = f"{page}:{prose[: match.start()].count(chr(10)) + 1}"
@@ -65,8 +65,8 @@ def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str
         while line.endswith("\\") and i + 1 < len(lines):
             i += 1
             line = line[:-1] + " " + lines[i]
-        if given := re.search(r"<<-?\s*['\"]?(\w+)", line):
-            while i + 1 < len(lines) and lines[i + 1].strip() != given[1]:
+        if heredoc := re.search(r"<<-?\s*['\"]?(\w+)", line):
+            while i + 1 < len(lines) and lines[i + 1].strip() != heredoc[1]:
                 i += 1
                 text += lines[i] + "\n"
             i += 1  # END itself
@@ -133,7 +133,7 @@ def fault(command: Command, toml: Path) -> str | None:
         missing = [word for word in words[1:] if "=" not in word and word not in targets]
         return f"no target {missing[0]}" if missing else None
     if words == ("python", "-"):
-        compile(command.given, command.where, "exec")
+        compile(command.stdin, command.where, "exec")
         return None
     if words[0] in ("bash", "sbatch", "torchrun", "python") and "pytest" not in words:
         return _script(words, toml)

@@ -23,11 +23,11 @@ STOP = 2
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:
     """Return prompts of one to nine tokens."""
-    made = []
+    batch = []
     for i in range(first, first + count):
         ids = torch.randint(3, tiny.VOCAB, (1 + (5 * i + 3) % 9,), generator=torch.Generator().manual_seed(i))
-        made.append(Prompt(f"p/{i}", "", tuple(ids.tolist()), None, "exact"))
-    return made
+        batch.append(Prompt(f"p/{i}", "", tuple(ids.tolist()), None, "exact"))
+    return batch
 
 
 @dataclass
@@ -105,9 +105,9 @@ def draws(key: int, siblings: Sequence[int], tokens: int, stop_below: float = 0.
     return torch.where(us < stop_below, STOP, normal).view(-1, tokens).tolist()
 
 
-def log_prob(drawn: int, version: int) -> float:
+def log_prob(token: int, version: int) -> float:
     """Return a log-probability that differs for each token and for each version of the weights."""
-    return -math.log(tiny.VOCAB) - drawn / 1000 - version / 8
+    return -math.log(tiny.VOCAB) - token / 1000 - version / 8
 
 
 @dataclass
@@ -166,14 +166,14 @@ class Engine:
             rollouts = []
             begun = {r.index: r for r in request.begun}
             siblings = range(request.first, request.first + request.n)
-            drawn = dict(zip(siblings, draws(request.key, siblings, sampling.max_tokens), strict=True))
+            tokens_of = dict(zip(siblings, draws(request.key, siblings, sampling.max_tokens), strict=True))
             for sibling in siblings:
                 name = (request.prompt.id, sibling)
                 if name in self.lose:
                     continue
                 start = begun.get(sibling, Rollout(sibling, torch.zeros(0, dtype=torch.int64), torch.zeros(0), "cut"))
                 stalled |= name in self.stall
-                rollout = start if name in self.stall else self._go_on(start, drawn[sibling], sampling)
+                rollout = start if name in self.stall else self._go_on(start, tokens_of[sibling], sampling)
                 if name in self.nonfinite:
                     rollout.log_probs[-1] = self.nonfinite[name]
                 rollouts.append(rollout)
@@ -186,20 +186,20 @@ class Engine:
 
     def _all(self, supply: Supply | None) -> Iterator[Request]:
         """Yield the requests of a call, then those of the supply, each time after the earlier rows have ended."""
-        asked = self.calls[-1]
-        yield from list(asked)
+        call = self.calls[-1]
+        yield from list(call)
         for time_asked in range(self.takes if supply else 0):
             new = supply.next_requests(self.room)
             if not new and time_asked:  # At first this rank's own share may be empty.
                 return
-            asked.extend(new)
+            call.extend(new)
             yield from new
 
-    def _go_on(self, start: Rollout, drawn: list[int], sampling: Sampling) -> Rollout:
+    def _go_on(self, start: Rollout, tokens: list[int], sampling: Sampling) -> Rollout:
         done = len(start.token_ids)
-        new = drawn[done : done + sampling.new_tokens]
+        new = tokens[done : done + sampling.new_tokens]
         finish = "length" if done + len(new) == sampling.max_tokens else "cut"
-        ends = [i for i, drawn in enumerate(new) if drawn in sampling.stop_ids]
+        ends = [i for i, token in enumerate(new) if token in sampling.stop_ids]
         if ends:
             new = new[: ends[0] + 1]
             finish = "stop"

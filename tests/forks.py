@@ -87,12 +87,12 @@ class Module:
     """Like subprocess.Popen for `python -m MODULE ARGUMENTS`, in a fork. Its stdin closes when this process ends."""
 
     def __init__(self, command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **_: Any) -> None:
-        theirs, self.stdin = CONTEXT.Pipe(duplex=False)
+        child_end, self.stdin = CONTEXT.Pipe(duplex=False)
         ready, in_session = CONTEXT.Pipe(duplex=False)
-        given = (theirs, in_session, stdout.name, dict(env), command[2], list(command[3:]))
-        self._process = CONTEXT.Process(target=_module, args=given, daemon=True)
+        arguments = (child_end, in_session, stdout.name, dict(env), command[2], list(command[3:]))
+        self._process = CONTEXT.Process(target=_module, args=arguments, daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
         in_session.close()
         self.pid: int = self._process.pid
         # To end an engine, its client kills the session, so the session must exist first.

@@ -133,5 +133,5 @@ def check(draw: Callable[..., tuple[Tensor, Tensor]], case: Case, device: str, d
 def agrees(mass: np.ndarray, token: int, log_prob: float, uniform: float) -> bool:
     p = mass / mass.sum()
     cdf = np.concatenate(([0.0], np.cumsum(p)))
-    drawn = p[token] > 0 and cdf[token] - ROUNDING <= uniform <= cdf[token + 1] + ROUNDING
-    return bool(drawn and abs(log_prob - np.log(p[token])) <= ROUNDING + 1e-6 * abs(log_prob))
+    is_drawn = p[token] > 0 and cdf[token] - ROUNDING <= uniform <= cdf[token + 1] + ROUNDING
+    return bool(is_drawn and abs(log_prob - np.log(p[token])) <= ROUNDING + 1e-6 * abs(log_prob))

@@ -18,7 +18,7 @@ BLOCKS = [c for c in ALL if not c.inline]
 
 def is_run(command) -> bool:
     """Return whether test_cheap_commands_run runs a command."""
-    if command.given or (command.words[0] == "python" and command.words[1].startswith("runs/")):
+    if command.stdin or (command.words[0] == "python" and command.words[1].startswith("runs/")):
         return command.reasons is None
     arguments = arguments_of_brorl(command.words) or [""]
     cheap = arguments[0] in ("config", "metrics", "init", "compare") or arguments[:3] == ["data", "prepare", "gsm8k"]
@@ -57,14 +57,14 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
     assert kinds == {"config", "metrics", "init", "compare", "data", "python", "cat"}
     for command in run:
         if command.words[0] == "cat":
-            (tmp_path / command.words[1]).write_text(command.given)
-        elif command.given:
-            exec(compile(command.given, command.where, "exec"), {"__name__": "__main__"})
+            (tmp_path / command.words[1]).write_text(command.stdin)
+        elif command.stdin:
+            exec(compile(command.stdin, command.where, "exec"), {"__name__": "__main__"})
         elif command.words[0] == "python":  # its output is written next to it
             capsys.readouterr()
-            made = runpy.run_path(command.words[1], run_name="__main__")
+            namespace = runpy.run_path(command.words[1], run_name="__main__")
             (tmp_path / command.words[1]).with_name("rows.jsonl").write_text(capsys.readouterr().out)
-            assert [made["score"](text, {"prompt": "7="}) for text in ("3+4", "3+5", "7")] == [1.0, 0.2, 0.0]
+            assert [namespace["score"](text, {"prompt": "7="}) for text in ("3+4", "3+5", "7")] == [1.0, 0.2, 0.0]
         else:
             (tmp_path / "run.toml").unlink(missing_ok=True)  # init does not overwrite a file
             with pytest.raises(SystemExit) as ended:

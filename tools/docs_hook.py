@@ -34,8 +34,8 @@ LINK = re.compile(r"^```.*?^```|`[^`\n]+`(?!\])|(?<!!)\[([^\]]+)\]\((?![a-z]+:|#
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages of the root and the generated pages."""
     texts = {name: (ROOT / source).read_text(encoding="utf-8") for source, name in ROOT_PAGES.items()}
-    made = {name: re.sub(r"\]\(docs/", "](", text) for name, text in texts.items()}
-    for name, text in {**made, "configuration.md": configuration(), "metrics.md": metrics()}.items():
+    pages = {name: re.sub(r"\]\(docs/", "](", text) for name, text in texts.items()}
+    for name, text in {**pages, "configuration.md": configuration(), "metrics.md": metrics()}.items():
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -63,7 +63,7 @@ def foreign_keys() -> str:
     """Return tables of all known keys of other trainers, each with our key and the conversion of its value."""
     lines = []
     for trainer, table in FOREIGN_KEYS.items():
-        rows = [[f"`{theirs}`", answer] for theirs, answer in table.items()]
+        rows = [[f"`{foreign_key}`", answer] for foreign_key, answer in table.items()]
         lines += _section(f"All keys of {trainer} that errors explain", "", [trainer, "here"], rows)
     return "\n".join(lines) + "\n"
 

@@ -139,18 +139,18 @@ def read_design(path: Path) -> Design:
 
 def check(design: Design, where: str) -> None:
     """Check that the keys are consistent. Raises UserError."""
-    known: list[str] = []
+    arm_names: list[str] = []
     for arm in design.arms:
-        if arm.name in known:
+        if arm.name in arm_names:
             raise UserError(f"{where}: arms: two are named {arm.name}; names must differ")
         for key in ("start", "rate_of"):
-            if (other := getattr(arm, key)) and other not in known:
+            if (other := getattr(arm, key)) and other not in arm_names:
                 raise UserError(f"{where}: arm {arm.name}: {key} = {other!r}: name an arm that is declared above it")
         if not (arm.seconds or arm.rollouts):
             raise UserError(f"{where}: arm {arm.name}: has no budget; give seconds or rollouts")
-        known.append(arm.name)
+        arm_names.append(arm.name)
     for c in design.comparisons:
-        if unknown := {c.before, c.after} - set(known):
+        if unknown := {c.before, c.after} - set(arm_names):
             raise UserError(f"{where}: comparison {c.claim!r}: no arm is named {unknown.pop()}")
     if design.tuning and set(design.tuning.seeds) & set(design.seeds):
         raise UserError(

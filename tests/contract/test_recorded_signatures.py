@@ -141,8 +141,8 @@ def test_routes_are_returned(dtype, backend):
     routes = np.arange(240, 264).reshape(4, 3, 2).astype(dtype)
 
     async def generate(*_):
-        drawn = SimpleNamespace(token_ids=[5, 2], finish_reason="stop", routed_experts=routes)
-        yield SimpleNamespace(outputs=[drawn])
+        completion = SimpleNamespace(token_ids=[5, 2], finish_reason="stop", routed_experts=routes)
+        yield SimpleNamespace(outputs=[completion])
 
     backend._llm = SimpleNamespace(generate=generate)
     vars(sys.modules[f"{OURS}.llm"])["TokensPrompt"] = dict

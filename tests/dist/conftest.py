@@ -26,14 +26,14 @@ def worlds() -> Iterator[Callable[[int], World]]:
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with tied embeddings, which tests do not change."""
-    made = tmp_path_factory.mktemp("model")
-    tiny.make_model(made, "qwen2", True)
-    return str(made)
+    path = tmp_path_factory.mktemp("model")
+    tiny.make_model(path, "qwen2", True)
+    return str(path)
 
 
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny mixture of experts, which tests do not change."""
-    made = tmp_path_factory.mktemp("experts")
-    tiny.make_model(made, "qwen3_moe", False)
-    return str(made)
+    path = tmp_path_factory.mktemp("experts")
+    tiny.make_model(path, "qwen3_moe", False)
+    return str(path)

@@ -169,10 +169,10 @@ def engine_gaps(_rank: int, directory: str, parallel: dict[str, Any], dtype: tor
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
     sampling = Sampling(temperature=0.9, top_p=1, top_k=0, max_tokens=24, stop_ids=(2,), routes=replay)
     groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], sampling)
-    asked = [torch.tensor(p.token_ids) for p, g in zip(prompts, groups, strict=True) for _ in g]
+    prompt_ids = [torch.tensor(p.token_ids) for p, g in zip(prompts, groups, strict=True) for _ in g]
     rollouts = [r for g in groups for r in g]
     routes = [r.routes for r in rollouts] if replay else None
-    actual = worker.log_probs(asked, [r.token_ids for r in rollouts], 0.9, routes)
+    actual = worker.log_probs(prompt_ids, [r.token_ids for r in rollouts], 0.9, routes)
     return torch.cat([(a - r.log_probs).abs() for a, r in zip(actual, rollouts, strict=True)])
 
 

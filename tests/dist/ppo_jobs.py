@@ -63,8 +63,8 @@ def turns(responses: list[torch.Tensor]) -> list[torch.Tensor]:
 def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], list[TrainingRollout], torch.Tensor]:
     """Return the groups of a step, its rollouts, and their rewards as advantages [groups, N]."""
     prompts, responses, log_probs, rewards = batch(step)
-    drawn = [prompts[OF_PROMPT.index(g)].tolist() for g in range(4)]
-    groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "exact"), step, i) for i, p in enumerate(drawn)]
+    prompt_ids = [prompts[OF_PROMPT.index(g)].tolist() for g in range(4)]
+    groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "exact"), step, i) for i, p in enumerate(prompt_ids)]
     rollouts = []
     advantages = torch.zeros(4, 11)
     for i, (group, sampled) in enumerate(zip(OF_PROMPT, turns(responses), strict=True)):

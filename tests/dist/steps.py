@@ -165,12 +165,12 @@ def run_steps(
 
     faults: fields of fakes.Engine for the rank that is named by "rank", or for all.
     """
-    mine = faults.get("rank", rank) == rank
-    engine = fakes.Engine(**{k: v for k, v in faults.items() if k != "rank"} if mine else {})
+    is_faulty = faults.get("rank", rank) == rank
+    engine = fakes.Engine(**{k: v for k, v in faults.items() if k != "rank"} if is_faulty else {})
     trainer = trainer_of(directory, parallel, changes, engine)
     metrics = take_steps(trainer, steps)
-    asked = [(i, r.prompt.id, range(r.first, r.first + r.n)) for i, call in enumerate(engine.calls) for r in call]
-    return metrics, streamed(trainer.models.actor), asked
+    requested = [(i, r.prompt.id, range(r.first, r.first + r.n)) for i, call in enumerate(engine.calls) for r in call]
+    return metrics, streamed(trainer.models.actor), requested
 
 
 def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], folder: str) -> list[str]:
@@ -233,9 +233,9 @@ OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
 
 def assert_same(results, expected):
     """Compare metrics and weights of every rank."""
-    wanted, weights = expected[:2]
+    expected_metrics, weights = expected[:2]
     for metrics, own_weights, *_ in results:
-        for step, (a, b) in enumerate(zip(metrics, wanted, strict=True)):
+        for step, (a, b) in enumerate(zip(metrics, expected_metrics, strict=True)):
             assert a.keys() == b.keys()
             for key in a.keys() - OF_LAYOUT:
                 tolerance = 1e-4 if key in ROUNDED or key.startswith("theory_") else 0
@@ -254,7 +254,7 @@ class Drawn:
 
 
 def draw(
-    _rank: int, directory: str, parallel: dict[str, Any], asked: list[int], n: int, max_rows: int
+    _rank: int, directory: str, parallel: dict[str, Any], prompt_numbers: list[int], n: int, max_rows: int
 ) -> dict[tuple[str, int], Drawn]:
     """Return this rank's share of n rollouts of the prompts `asked`, from the built-in engine, by (id, sibling)."""
     worker = make_worker(directory, parallel)
@@ -269,20 +269,20 @@ def draw(
     shape = worker.shape
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample)
     engine.update_weights(worker.hf_tensors(), 0)
-    groups = [PromptGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(asked)]
+    groups = [PromptGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(prompt_numbers)]
     slots = deal(list(product(range(len(groups)), range(n))), [0] * worker.grid.world_size)[worker.grid.rank]
-    wanted, numbers = requests(slots, groups, {}, seed=1)
+    step_requests, numbers = requests(slots, groups, {}, seed=1)
     result = Watchdog(engine, 300.0).generate(
-        wanted, Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=24, stop_ids=(2, 5, 7, 11))
+        step_requests, Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=24, stop_ids=(2, 5, 7, 11))
     )
-    drawn = {}
-    for number, request, rollouts in zip(numbers, wanted, result.rollouts, strict=True):
+    samples = {}
+    for number, request, rollouts in zip(numbers, step_requests, result.rollouts, strict=True):
         for r in rollouts:
             places = [arguments[request.key, r.index, position] for position in range(len(r.token_ids))]
             uniforms = [u for u, _ in places]
             logits = torch.stack([row for _, row in places])
-            drawn[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)
-    return drawn
+            samples[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)
+    return samples
 
 
 def meeting(rank: int) -> str:

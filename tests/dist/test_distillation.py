@@ -72,8 +72,8 @@ def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, source,
     assert set().union(*(advantages for advantages, _ in results)) == expected.keys()
     for advantages, metrics in results:
         assert metrics["teacher_kl"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-5)
-        for name, mine in advantages.items():
-            torch.testing.assert_close(mine.double(), expected[name], atol=1e-5, rtol=1e-5)
+        for name, values in advantages.items():
+            torch.testing.assert_close(values.double(), expected[name], atol=1e-5, rtol=1e-5)
 
 
 def expected_gradient(
@@ -106,7 +106,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(worlds, tmp_path):
     (0.7 * (own.exp() * (own - other.detach())).sum()).backward()
     algo = AlgoConfig(distill_coef=0.7, is_cap=0.0)
     (gradients,) = worlds(1).run("test_distillation:expected_gradient", folders, prefixes, own.detach().exp(), algo)
-    wanted = {name: p.grad for name, p in student.named_parameters()}
-    assert gradients.keys() == wanted.keys()
-    for name, gradient in wanted.items():  # The advantages are float32.
+    expected_gradients = {name: p.grad for name, p in student.named_parameters()}
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():  # The advantages are float32.
         assert (gradients[name] - gradient).norm() <= 3e-6 * gradient.norm(), name

@@ -88,7 +88,7 @@ def cost(rows: list[tuple[int, int]]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("size", "parallel", "of", "overlong", "message"),
+    ("size", "parallel", "mini_batch_of", "overlong", "message"),
     [
         (2, {}, "prompts", False, 2**28),
         (2, TP, "siblings", True, 80_000),
@@ -96,9 +96,9 @@ def cost(rows: list[tuple[int, int]]) -> float:
         (4, {}, "siblings", True, 80_000),
     ],
 )
-def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message):
+def test_rows_reach_their_replicas(worlds, size, parallel, mini_batch_of, overlong, message):
     with_routes = overlong
-    algo = AlgoConfig(mini_batches=3, mini_batch_of=of, overlong_filter=overlong)
+    algo = AlgoConfig(mini_batches=3, mini_batch_of=mini_batch_of, overlong_filter=overlong)
     costs = CostModel(PAIR, 4096, False)
     ranks = worlds(size).run("test_exchange:exchanged", parallel, algo, costs, message, with_routes)
     model = prod(parallel.values())
@@ -136,7 +136,7 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
             [
                 (g, s)
                 for (g, s), at in places.items()
-                if at == i and (KEPT.index(g) if of == "prompts" else s) % 3 == step
+                if at == i and (KEPT.index(g) if mini_batch_of == "prompts" else s) % 3 == step
             ]
             for i in replicas
         ]

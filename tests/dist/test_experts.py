@@ -66,11 +66,11 @@ def gradients(
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Directories of models by kind."""
-    made = {kind: tmp_path_factory.mktemp("moe") for kind in (NORMALIZED, UNNORMALIZED, SHARED)}
-    for kind, directory in made.items():
+    directories = {kind: tmp_path_factory.mktemp("moe") for kind in (NORMALIZED, UNNORMALIZED, SHARED)}
+    for kind, directory in directories.items():
         family = "qwen2_moe" if kind == SHARED else "qwen3_moe"
         tiny.make_model(directory, family, tied=False, norm_topk_prob=kind == NORMALIZED)
-    return {kind: str(directory) for kind, directory in made.items()}
+    return {kind: str(directory) for kind, directory in directories.items()}
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,13 @@ def given_experts():
     """
     g = torch.Generator().manual_seed(4)
 
-    def drawn(count):
+    def random_experts(count):
         return torch.rand(count, 4, 8, generator=g).argsort(-1)[..., :2].to(torch.uint8)
 
     prompts, responses = rows(1)
-    of_prompts = {(id(prompt), step): drawn(len(prompt)) for prompt in prompts for step in range(2)}
+    of_prompts = {(id(prompt), step): random_experts(len(prompt)) for prompt in prompts for step in range(2)}
     return [
-        torch.cat((of_prompts[id(p), int(i % 3 == 1)], drawn(len(r) - 1)))
+        torch.cat((of_prompts[id(p), int(i % 3 == 1)], random_experts(len(r) - 1)))
         for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
     ]
 
@@ -153,8 +153,8 @@ def test_logits_and_gradients_equal_transformers(worlds, models, expected, size,
         assert own_norm == pytest.approx(norm, rel=1e-5)
         for row, values in own_logits.items():
             torch.testing.assert_close(values, logits[row], atol=1e-4, rtol=0)
-            own, want = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, logits[row]))
-            torch.testing.assert_close(own, want, atol=1e-5, rtol=0)  # about 20 units in the last place
+            log_probs, exact = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, logits[row]))
+            torch.testing.assert_close(log_probs, exact, atol=1e-5, rtol=0)  # about 20 units in the last place
         torch.testing.assert_close(gradients, of_loss, atol=5e-6, rtol=0)
         compared |= own_logits.keys()
     assert compared == set(range(len(logits)))
@@ -202,9 +202,9 @@ def single(worlds, models):
 def test_training_steps_equal_those_of_a_single_process(worlds, models, single, size, parallel, trained, options):
     expected_metrics, expected_weights = next(result for key, result in single if key == trained)
     for metrics, got_weights in worlds(size).run("jobs:train_steps", models[NORMALIZED], parallel, options | trained):
-        for row, want in zip(metrics, expected_metrics, strict=True):
+        for row, expected_row in zip(metrics, expected_metrics, strict=True):
             for key in ("loss", "grad_norm", "entropy"):
-                assert row[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6)
+                assert row[key] == pytest.approx(expected_row[key], rel=1e-5, abs=1e-6)
         torch.testing.assert_close(got_weights, expected_weights, atol=1e-6, rtol=0)
 
 

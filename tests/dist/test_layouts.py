@@ -23,11 +23,11 @@ QWEN2, QWEN3 = ("qwen2", True), ("qwen3", False)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Directory and transformers model of every family, tied and untied."""
-    made = {}
+    model_of = {}
     for family, tied in (*tiny.CASES, *MIXTURES):
         directory = tmp_path_factory.mktemp(f"{family}-{tied}")
-        made[family, tied] = (str(directory), tiny.make_model(directory, family, tied))
-    return made
+        model_of[family, tied] = (str(directory), tiny.make_model(directory, family, tied))
+    return model_of
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_training_step_equals_single_process(worlds, models, single, size, paral
     expected_metrics, expected = single(case, options.get("algo", {}))
     assert expected_metrics[0]["grad_norm"] > 0.5  # clipping is active
     for metrics, weights in worlds(size).run("jobs:train_steps", models[case][0], parallel, options):
-        for row, want in zip(metrics, expected_metrics, strict=True):
+        for row, expected_row in zip(metrics, expected_metrics, strict=True):
             for key in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_gap_mean"):
-                assert row[key] == pytest.approx(want[key], rel=1e-5)
+                assert row[key] == pytest.approx(expected_row[key], rel=1e-5)
             for key in ("clipped_low", "clipped_high", "trained_tokens", "updates", "updates_skipped"):
-                assert row[key] == want[key]
+                assert row[key] == expected_row[key]
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             distance = (weights[name] - value).norm() / value.norm()

@@ -42,13 +42,13 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any], str, LoraConfig]] = [
 @pytest.fixture(scope="module")
 def peft_results(tmp_path_factory):
     """Return the model directory, the adapters, and the results of a plain loop over responses in float64."""
-    made: dict[Any, Any] = {}
+    cache: dict[Any, Any] = {}
 
     def get(family: str, lora: LoraConfig) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-        if (family, lora) not in made:
+        if (family, lora) not in cache:
             directory = tmp_path_factory.mktemp(family)
-            made[family, lora] = (str(directory), *loop(tiny.make_model(directory, family, tied=True), lora))
-        return made[family, lora]
+            cache[family, lora] = (str(directory), *loop(tiny.make_model(directory, family, tied=True), lora))
+        return cache[family, lora]
 
     return get
 

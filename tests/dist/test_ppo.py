@@ -180,10 +180,10 @@ def test_steps_equal_a_plain_loop(worlds, loops, size, parallel, options, case):
     assert metrics[0][0].get("explained_variance", 0.0) == 0.0
     results = worlds(size).run("ppo_jobs:ppo", directory, parallel, options, algo, environment)
     for steps, actor_weights, critic_weights in results:
-        for mine, (wanted, places) in zip(steps, metrics, strict=True):
-            assert mine["trained"].items() <= places.items()
-            assert (mine["updates"], mine["trained_tokens"]) == (4, 2 * sum(map(len, places.values())))
-            assert {name: mine[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+        for own_metrics, (expected, places) in zip(steps, metrics, strict=True):
+            assert own_metrics["trained"].items() <= places.items()
+            assert (own_metrics["updates"], own_metrics["trained_tokens"]) == (4, 2 * sum(map(len, places.values())))
+            assert {name: own_metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
         for name, tensor in actor_weights.items():
             assert (tensor - actor[name]).norm() <= 1e-5 * actor[name].norm(), name
         for name, tensor in critic_weights.items():

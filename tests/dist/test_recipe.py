@@ -170,15 +170,15 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
     taken = 0
     waiting = []
     saw = set()
-    asked = kept_lately = 0.0
+    recent_prompts = recent_kept = 0.0
     for step in range(8):
         pool = list(waiting)
         sampled = 0
         missing = 2 - len(waiting)
         first = rounds
-        before = asked, kept_lately
+        before = recent_prompts, recent_kept
         for _ in range(3):
-            position = SourcePosition(recent_prompts=asked, recent_kept=kept_lately)
+            position = SourcePosition(recent_prompts=recent_prompts, recent_kept=recent_kept)
             count = round_size(missing, position, RolloutConfig(**changes["rollout"]))
             pool += [(rounds, p) for p in fakes.prompts(count, taken)]
             rounds = rounds + 1
@@ -186,8 +186,8 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
             sampled = sampled + count
             kept = [g for g in pool if 0 < sum(passes(g[1], g[0], 3)) < 3]
             missing = 2 - len(kept)
-            asked = 0.5 * before[0] + sampled
-            kept_lately = 0.5 * before[1] + len(kept) - len(waiting)
+            recent_prompts = 0.5 * before[0] + sampled
+            recent_kept = 0.5 * before[1] + len(kept) - len(waiting)
             if missing <= 0:
                 break
         waiting = kept[2:]

@@ -59,9 +59,9 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", str(dist.get_rank()))
         patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
-        patch.setattr(remote_engine, "RemoteEngine", lambda *given: given)
-        given: Any = connect_engine(config, {}, 200, 304, (2,))
-    _, _, _, place, devices, *_, meet = given
+        patch.setattr(remote_engine, "RemoteEngine", lambda *arguments: arguments)
+        arguments: Any = connect_engine(config, {}, 200, 304, (2,))
+    _, _, _, place, devices, *_, meet = arguments
     dist.barrier()
     shutil.rmtree(place, ignore_errors=True)
     return devices is not None, meet
@@ -126,10 +126,10 @@ def updating(rank: int, name: str) -> list[str]:
     events = Events(name)
     problem = weight_sync._problem
 
-    def reported_problem(*given: Any) -> str:
+    def reported_problem(*arguments: Any) -> str:
         if rank == 1:
             events.store.set("first of other", "")
-        return problem(*given)
+        return problem(*arguments)
 
     def update_weights(tensors: Any, version: int) -> None:
         if rank == 0:

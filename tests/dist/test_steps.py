@@ -56,9 +56,9 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     assert masses  # not in a step without a complete group
     assert all(0 < mass < 1 for mass in masses)
     assert sum(f["updates"] for f in expected[0]) >= steps - 1
-    asked = [(step, prompt, sibling) for _, _, calls in results for step, prompt, part in calls for sibling in part]
-    assert len(asked) == len(set(asked))
-    first = {(prompt, sibling) for step, prompt, sibling in asked if step == 0}
+    requested = [(step, prompt, sibling) for _, _, calls in results for step, prompt, part in calls for sibling in part]
+    assert len(requested) == len(set(requested))
+    first = {(prompt, sibling) for step, prompt, sibling in requested if step == 0}
     assert first == set(product(("p/0", "p/1", "p/2"), range(32)))
     sizes = [sum(len(part) for step, _, part in calls if step == 0) for _, _, calls in results]
     assert sizes == [96 // size] * size
@@ -115,9 +115,9 @@ def test_partial_rollouts_are_carried(single):
     }
     for now in range(5):
         open_before = {(s, name) for s, name, i in lengths if s < now and lengths[s, name, i] > 4 * (now - s)}
-        asked = {(name, i) for (s, name, i), n in lengths.items() if s <= now and n > 4 * (now - s)}
-        asked |= {(name, i) for name, i in LOST if name in {f"p/{3 * now + k}" for k in range(3)}}
-        assert {(name, i) for step, name, part in calls if step == now for i in part} == asked
+        expected = {(name, i) for (s, name, i), n in lengths.items() if s <= now and n > 4 * (now - s)}
+        expected |= {(name, i) for name, i in LOST if name in {f"p/{3 * now + k}" for k in range(3)}}
+        assert {(name, i) for step, name, part in calls if step == now for i in part} == expected
         waiting = {(s, name) for s, name, i in lengths if s <= now and lengths[s, name, i] > 4 * (now - s + 1)}
         closing = open_before | {(now, f"p/{3 * now + k}") for k in range(3)}
         closing -= waiting
@@ -194,16 +194,17 @@ def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single)
 
 def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
     """The random numbers are the same. If a token differs, its number is at a step of the distribution."""
-    asked = [0, 1]
+    numbers = [0, 1]
     n = 128
-    (whole,) = worlds(1).run("steps:draw", directory, {}, asked, n, 4096)
-    assert set(whole) == set(product((f"p/{i}" for i in asked), range(n)))
-    others = [("alone", [worlds(1).run("steps:draw", directory, {}, [i], n, 300)[0] for i in asked])]
+    (whole,) = worlds(1).run("steps:draw", directory, {}, numbers, n, 4096)
+    assert set(whole) == set(product((f"p/{i}" for i in numbers), range(n)))
+    others = [("alone", [worlds(1).run("steps:draw", directory, {}, [i], n, 300)[0] for i in numbers])]
     others += [
-        (str(layout), worlds(2).run("steps:draw", directory, layout, asked, n, 4096)) for layout in ({}, {"tensor": 2})
+        (str(layout), worlds(2).run("steps:draw", directory, layout, numbers, n, 4096))
+        for layout in ({}, {"tensor": 2})
     ]
     for name, parts in others:
-        rollouts = {place: drawn for part in parts for place, drawn in part.items()}
+        rollouts = {place: rollout for part in parts for place, rollout in part.items()}
         assert sum(map(len, parts)) == len(rollouts)
         assert rollouts.keys() == whole.keys()
         differing = [place for place in whole if whole[place].tokens != rollouts[place].tokens]

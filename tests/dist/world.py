@@ -35,13 +35,13 @@ class World:
         self.processes = []
         with listen_on_free_port() as listener:
             for rank, environment in enumerate(rank_environments(listener, size)):
-                ours, theirs = CONTEXT.Pipe()
+                parent_end, child_end = CONTEXT.Pipe()
                 # Rank 0 has the store through which the ranks find each other. It takes over the socket, which
                 # keeps the port reserved until then.
-                arguments = (rank, environment, listener if rank == 0 else None, theirs)
+                arguments = (rank, environment, listener if rank == 0 else None, child_end)
                 process = CONTEXT.Process(target=_serve, args=arguments)  # may have children that save checkpoints
                 process.start()
-                self.pipes.append(ours)
+                self.pipes.append(parent_end)
                 self.processes.append(process)
 
     def run(self, job: str, *args: Any, timeout: float = 300, **kwargs: Any) -> list[Any]:

@@ -123,11 +123,11 @@ def hanging(arguments: list[str]) -> None:
     make_experience = trainer.make_experience
     calls = []
 
-    def planted(*given):
-        calls.append(given)
+    def planted(*inputs):
+        calls.append(inputs)
         if len(calls) == 2 and os.environ["RANK"] == "1":
             never_ends()
-        return make_experience(*given)
+        return make_experience(*inputs)
 
     trainer.make_experience = planted
     save = trainer.Trainer.save

@@ -217,12 +217,12 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "max_tokens": 6}
     assert set(result["pass_at_k"]) == {"1", "2", "4"}
     for name, count in (("sums_of_6", 6), ("words", 1)):
-        mine = [a for a in prompts if a["benchmark"] == name]
+        benchmark_prompts = [a for a in prompts if a["benchmark"] == name]
         part = result["benchmarks"][name]
-        assert part["prompts"] == len(mine) == count
-        assert part["pass_at_1"]["mean"] == pytest.approx(sum(a["right"] for a in mine) / (4 * count))
-        assert part["pass_at_k"]["4"] == pytest.approx(sum(a["right"] > 0 for a in mine) / count)
-        assert part["response_tokens"] == pytest.approx(sum(a["tokens"] for a in mine) / count)
+        assert part["prompts"] == len(benchmark_prompts) == count
+        assert part["pass_at_1"]["mean"] == pytest.approx(sum(a["right"] for a in benchmark_prompts) / (4 * count))
+        assert part["pass_at_k"]["4"] == pytest.approx(sum(a["right"] > 0 for a in benchmark_prompts) / count)
+        assert part["response_tokens"] == pytest.approx(sum(a["tokens"] for a in benchmark_prompts) / count)
     parts = result["benchmarks"].values()
     for key in ("pass_at_1", "mean_reward"):
         assert result["mean_of_benchmarks"][key]["mean"] == pytest.approx(sum(part[key]["mean"] for part in parts) / 2)

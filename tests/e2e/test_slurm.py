@@ -173,8 +173,8 @@ def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, run_job, repository
     """
     run = repository / "runs" / "preempted"
     example = example_script()
-    made = forks.script(MAKE_MODEL, example.CONFIG, f"{run}_model", *example.SHAPE, "--chat")
-    assert made.returncode == 0, made.stderr
+    result = forks.script(MAKE_MODEL, example.CONFIG, f"{run}_model", *example.SHAPE, "--chat")
+    assert result.returncode == 0, result.stderr
     options = ("run.dir=runs/preempted", "algo.dynamic_sampling=false", "rollout.refills=0", "train.steps=5000")
     job = sbatch(*TWO_RANKS, "examples/slurm/preemptible.sbatch", "--smoke", *SMALL_EXAMPLE, *options)
     metrics = run / "metrics.jsonl"

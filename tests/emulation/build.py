@@ -64,9 +64,9 @@ def built() -> Path:
         library = folder / f"emulation-{key[:16]}.so"
         if not library.exists():
             places = [f"-L{p}" for p in cpp_extension.library_paths()]
-            wanted = ["-ltorch_cpu", "-lc10", "-fopenmp", "-Wl,--no-undefined"]
+            link_options = ["-ltorch_cpu", "-lc10", "-fopenmp", "-Wl,--no-undefined"]
             part = library.with_suffix(".part")
-            subprocess.run(["c++", "-shared", *map(str, objects), *places, *wanted, "-o", str(part)], check=True)
+            subprocess.run(["c++", "-shared", *map(str, objects), *places, *link_options, "-o", str(part)], check=True)
             part.rename(library)
     return library
 

@@ -51,8 +51,8 @@ def test_attention_agrees_with_float64_and_repeats_bit_for_bit(groups, dtype, to
         for n in (heads, kv_heads, kv_heads, heads)
     ]
     first = results(kernels, groups, tensors, dtype)
-    for mine, exact in zip(first, results(by_definition, groups, tensors, torch.float64), strict=True):
-        assert float((mine - exact).norm() / exact.norm()) < tolerance
+    for result, exact in zip(first, results(by_definition, groups, tensors, torch.float64), strict=True):
+        assert float((result - exact).norm() / exact.norm()) < tolerance
     if size % 8 == 0 and dtype != torch.float64:
         again = results(kernels, groups, tensors, dtype)
         assert all(map(torch.equal, first, again))

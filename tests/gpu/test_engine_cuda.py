@@ -23,10 +23,10 @@ def test_log_probs_are_those_of_transformers(tmp_path):
     device = torch.device("cuda")
     shape = read_shape(tmp_path)
     ops = backend("fused", device)
-    asked = [Request(Prompt(str(i), "", (20 + i, 30, 40), None, "exact"), i, 40) for i in range(4)]
+    requests = [Request(Prompt(str(i), "", (20 + i, 30, 40), None, "exact"), i, 40) for i in range(4)]
     engine = TorchEngine(shape, hf_shapes(shape), device, torch.float32, 100, ops.sample_tokens, ops.decode)
     engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=0)
-    for request, group in zip(asked, engine.generate(asked, Sampling(1.0, 0.95, 0, 60, (2, 5, 7))), strict=True):
+    for request, group in zip(requests, engine.generate(requests, Sampling(1.0, 0.95, 0, 60, (2, 5, 7))), strict=True):
         for rollout in group:
             ids = torch.tensor([*request.prompt.token_ids, *rollout.token_ids.tolist()])
             with torch.no_grad():

@@ -42,9 +42,9 @@ OPTIONS = {"dtype": torch.bfloat16, "share_prompt": False}
 def directories(tmp_path_factory) -> dict[str, str]:
     models = {}
     for family in ("qwen2", "qwen3_moe"):
-        models[family] = str(made := tmp_path_factory.mktemp("model"))
+        models[family] = str(path := tmp_path_factory.mktemp("model"))
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
-        tiny.make_model(made, family, tied=True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
+        tiny.make_model(path, family, tied=True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
     return models
 
 
@@ -69,14 +69,14 @@ def test_steps_agree_with_those_on_one_gpu(case, directories, single):
         pytest.skip(f"needs {size} GPUs")
     family = "qwen3_moe" if case == "experts" else "qwen2"
     before = tiny.weights(directories[family])
-    expected, wanted = single(family)
+    expected, expected_weights = single(family)
     for figures, weights in steps(size, directories[family], parallel, options):
-        for row, want in zip(figures, expected, strict=True):
-            assert row["trained_tokens"] == want["trained_tokens"]
+        for row, expected_row in zip(figures, expected, strict=True):
+            assert row["trained_tokens"] == expected_row["trained_tokens"]
             for key in ("loss", "grad_norm", "entropy"):
-                assert row[key] == pytest.approx(want[key], rel=0.03, abs=0.003)
-        moved = sum(float((w.float() - before[n]).square().sum()) for n, w in wanted.items()) ** 0.5
-        apart = sum(float((w.float() - wanted[n].float()).square().sum()) for n, w in weights.items()) ** 0.5
+                assert row[key] == pytest.approx(expected_row[key], rel=0.03, abs=0.003)
+        moved = sum(float((w.float() - before[n]).square().sum()) for n, w in expected_weights.items()) ** 0.5
+        apart = sum(float((w.float() - expected_weights[n].float()).square().sum()) for n, w in weights.items()) ** 0.5
         assert moved > 0
         assert apart < moved / 4
 

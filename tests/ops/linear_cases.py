@@ -95,20 +95,20 @@ def close(result: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 def assert_agree(returned: Any, expected: Any, tolerance: float) -> None:
     (result, *grads) = returned
-    (wanted, *wanted_grads) = expected
+    (expected_result, *expected_grads) = expected
     # Its terms cancel, so its error is relative to their sum without signs.
-    assert result.loss.item() == pytest.approx(wanted.loss.item(), rel=10 * tolerance, abs=tolerance)
-    assert close(result.log_probs, wanted.log_probs, tolerance)
-    assert close(result.entropy, wanted.entropy, tolerance)
-    for a, b in zip(grads, wanted_grads, strict=True):
+    assert result.loss.item() == pytest.approx(expected_result.loss.item(), rel=10 * tolerance, abs=tolerance)
+    assert close(result.log_probs, expected_result.log_probs, tolerance)
+    assert close(result.entropy, expected_result.entropy, tolerance)
+    for a, b in zip(grads, expected_grads, strict=True):
         assert torch.isfinite(a).all()
         assert close(a, b, tolerance), float((a.cpu().double() - b).norm() / b.norm())
     # Gaps are differences of log-probs, so their error is relative to the larger of those.
-    absolute = tolerance * max([1e-1, *wanted.log_probs.abs().tolist()])
+    absolute = tolerance * max([1e-1, *expected_result.log_probs.abs().tolist()])
     for key in algo_loss.SUMS[1:]:
-        assert result.sums[key] == pytest.approx(wanted.sums[key], rel=tolerance * 10, abs=absolute), key
+        assert result.sums[key] == pytest.approx(expected_result.sums[key], rel=tolerance * 10, abs=absolute), key
     for key in algo_loss.MAXIMA:
-        assert result.maxima[key] == pytest.approx(wanted.maxima[key], rel=tolerance * 10, abs=absolute), key
+        assert result.maxima[key] == pytest.approx(expected_result.maxima[key], rel=tolerance * 10, abs=absolute), key
 
 
 SHAPES = [

@@ -44,10 +44,10 @@ def test_agrees_with_float64(rows, width, vocab, dtype, settings):
 @pytest.mark.parametrize("settings", [*VARIANTS, *OTHER_LOSSES])
 def test_every_term_agrees(settings, dtype):
     case = make(240, 20, 333)
-    wanted = case.call(reference.linear_ppo_loss, settings=settings)
-    assert_agree(case.call(fused.linear_ppo_loss, dtype, settings), wanted, TOLERANCE[dtype])
+    expected = case.call(reference.linear_ppo_loss, settings=settings)
+    assert_agree(case.call(fused.linear_ppo_loss, dtype, settings), expected, TOLERANCE[dtype])
     if settings.dual_clip and settings.ratio == "token":
-        assert wanted[0].sums["clipped_dual"] > 0
+        assert expected[0].sums["clipped_dual"] > 0
 
 
 def test_padding_has_no_probability_and_no_gradient():

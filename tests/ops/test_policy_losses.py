@@ -61,12 +61,12 @@ def test_a_users_loss_has_the_shared_terms(ops):
     case = make(240, 20, 90)
     shared = {"is_cap": 1.5, "kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.2}
     op = backend(ops, torch.device("cpu")).linear_ppo_loss
-    wanted = case.call(op, settings=PolicyLossSettings(**shared, ratio="sequence"))
+    expected = case.call(op, settings=PolicyLossSettings(**shared, ratio="sequence"))
     result = case.call(op, settings=PolicyLossSettings(**shared, policy_loss=f"{FILE}:gspo"))
-    assert result[0].loss.item() == pytest.approx(wanted[0].loss.item(), rel=1e-12)
-    assert all(close(a, b, 1e-12) for a, b in zip(result[1:], wanted[1:], strict=True))
+    assert result[0].loss.item() == pytest.approx(expected[0].loss.item(), rel=1e-12)
+    assert all(close(a, b, 1e-12) for a, b in zip(result[1:], expected[1:], strict=True))
     for key in ("reference_kl", "rollout_gap", "entropy", "tokens"):
-        assert result[0].sums[key] == wanted[0].sums[key]
+        assert result[0].sums[key] == expected[0].sums[key]
 
 
 def test_gradients_flow_through_the_entropy(tmp_path):

@@ -72,8 +72,8 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
     result = ops.attend(narrow.clone(), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
     expected = brute_force(wide, angle, segments, dim**-0.5)
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=3e-6)
-    (mine,), (right,) = torch.autograd.grad(result, narrow, up), torch.autograd.grad(expected, wide, up.double())
-    torch.testing.assert_close(mine.double(), right, rtol=0, atol=3e-6 * max(1.0, float(right.abs().max())))
+    (grad,), (exact,) = torch.autograd.grad(result, narrow, up), torch.autograd.grad(expected, wide, up.double())
+    torch.testing.assert_close(grad.double(), exact, rtol=0, atol=3e-6 * max(1.0, float(exact.abs().max())))
 
 
 @pytest.mark.parametrize("dim", [16, 24])
@@ -103,9 +103,9 @@ def test_gradient_reaches_the_projection(normed, bias, dim):
     expected = brute_force(qkv, angle, segments, dim**-0.5)
 
     used = slice(3 if normed else 2)
-    mine = torch.autograd.grad(result, narrow[used], up)
-    right = torch.autograd.grad(expected, wide[used], up.double())
-    for a, b in zip(mine, right, strict=True):
+    grads = torch.autograd.grad(result, narrow[used], up)
+    expected_grads = torch.autograd.grad(expected, wide[used], up.double())
+    for a, b in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))
 
 

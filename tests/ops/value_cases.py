@@ -103,9 +103,9 @@ def assert_agree(returned: tuple[Any, Tensor], case: Case, upstream: float, tole
     """Compare with by_hand; the error of gradients is relative to the largest one."""
     result, gradient = returned
     expected = by_hand(case)
-    wanted = upstream * torch.tensor(expected.gradient, dtype=torch.float64)
-    scale = float(wanted.abs().max()) if len(wanted) else 0.0
-    torch.testing.assert_close(gradient.cpu().double(), wanted, rtol=tolerance, atol=tolerance * scale)
+    expected_gradient = upstream * torch.tensor(expected.gradient, dtype=torch.float64)
+    scale = float(expected_gradient.abs().max()) if len(expected_gradient) else 0.0
+    torch.testing.assert_close(gradient.cpu().double(), expected_gradient, rtol=tolerance, atol=tolerance * scale)
     assert math.isclose(result.loss.item(), expected.loss, rel_tol=tolerance)
     assert math.isclose(result.sums["loss"], expected.loss, rel_tol=tolerance)
     assert result.sums["tokens"] == result.returns.count == result.residuals.count == expected.tokens

@@ -36,14 +36,14 @@ Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
 def make_tokenizer(size: int = 288) -> Tokenizer:
-    made = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    made.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=special)
-    made.train_from_iterator([TEXT] * 9, trainer)
-    return made
+    tokenizer.train_from_iterator([TEXT] * 9, trainer)
+    return tokenizer
 
 
 def make_model(tied: bool) -> LlamaForCausalLM:
@@ -51,14 +51,14 @@ def make_model(tied: bool) -> LlamaForCausalLM:
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 288}
     own = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_theta": 500.0}
-    made = LlamaForCausalLM(LlamaConfig(**sizes, **own, tie_word_embeddings=tied)).eval()
-    for name, weight in made.named_parameters():
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **own, tie_word_embeddings=tied)).eval()
+    for name, weight in model.named_parameters():
         weight.data = torch.randn(weight.shape) * 0.3 + ("norm" in name)
         if "mlp" in name:
             blocks = torch.randint(-127, 128, (weight.numel() // 32, 32))
             blocks[:, 0] = 127  # The scale of a block is its largest value / 127.
             weight.data = (blocks / 64).view(weight.shape)
-    return made
+    return model
 
 
 def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch="llama", own=(), **settings) -> Path:
@@ -81,8 +81,8 @@ def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch="llam
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, weight in source.named_parameters():
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)
+        for hf_part, gguf_part in NAMES.items():
+            name = name.replace(hf_part, gguf_part)
         if heads := HEADS.get(name.split(".")[-2]):  # llama.cpp's convert_hf_to_gguf.py permutes these rows.
             weight = weight.reshape(heads, 2, 4, 32).swapaxes(1, 2).reshape(weight.shape)
         data = weight.detach().numpy().copy()
@@ -102,13 +102,13 @@ def test_weights_and_tokens_are_those_of_the_source(tmp_path, tied):
     source, tokenizer = make_model(tied), make_tokenizer()
     convert(write(tmp_path / "in.gguf", source, tokenizer), tmp_path / "out")
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = torch.tensor([tokenizer.encode(TEXT).ids])
     with torch.no_grad():
         assert torch.equal(converted(ids).logits, source(ids).logits)
-    assert theirs(TEXT).input_ids == ids[0].tolist()
-    assert theirs.decode(ids[0]) == TEXT
-    assert (theirs.bos_token_id, theirs.eos_token) == (1, "<|im_end|>")
+    assert hf_tokenizer(TEXT).input_ids == ids[0].tolist()
+    assert hf_tokenizer.decode(ids[0]) == TEXT
+    assert (hf_tokenizer.bos_token_id, hf_tokenizer.eos_token) == (1, "<|im_end|>")
 
 
 EOT, EOM, BOS = "add_eot_token_id", "add_eom_token_id", "add_add_bos_token"
@@ -122,18 +122,18 @@ def test_user_defined_tokens_bos_and_the_ends_of_turns_are_kept(tmp_path, settin
     source, tokenizer = make_model(True), make_tokenizer(285)
     file = write(tmp_path / "in.gguf", source, tokenizer, own=("<think>", "</think>", "  <x>"), **settings)
     convert(file, tmp_path / "out")
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tmp_path / "out")
+    hf_tokenizer, own_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tmp_path / "out")
     # Letters and digits are single tokens here, because the vocabulary has few merges.
     text = "<think>a1</think>b  <x><|im_end|>"
     a, one, b = map(tokenizer.token_to_id, "a1b")
     ids = [285, a, one, 286, b, 287, 2]
     before = [1] * settings.get(BOS, False)
-    assert theirs(text).input_ids == before + ids
-    assert theirs.decode(ids) == text
-    assert theirs.decode(ids, skip_special_tokens=True) == text.removesuffix("<|im_end|>")
-    assert ours.encode_prompt("a") == [*before, a]
-    assert ours.encode("<think>") == [285]
-    assert list(stop_ids(tmp_path / "out", ours)) == stops
+    assert hf_tokenizer(text).input_ids == before + ids
+    assert hf_tokenizer.decode(ids) == text
+    assert hf_tokenizer.decode(ids, skip_special_tokens=True) == text.removesuffix("<|im_end|>")
+    assert own_tokenizer.encode_prompt("a") == [*before, a]
+    assert own_tokenizer.encode("<think>") == [285]
+    assert list(stop_ids(tmp_path / "out", own_tokenizer)) == stops
     resolved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
     assert sorted([resolved] if isinstance(resolved, int) else resolved) == stops
 

@@ -104,8 +104,8 @@ def test_spoiled_models(model, tmp_path, place, value, spoil, header):
     table = weights[8 : 8 + size]
     if header:  # change the header of the weights, not config.json
         table = json.dumps(with_value(json.loads(table), place, value)).encode()
-        made = struct.pack("<Q", len(table)) + table + weights[8 + size :]
-        weights = made if spoil is None else spoiled(weights, spoil)
+        content = struct.pack("<Q", len(table)) + table + weights[8 + size :]
+        weights = content if spoil is None else spoiled(weights, spoil)
     else:
         text = json.dumps(with_value(json.loads(config), place, value)).encode()
         config = text if spoil is None else spoiled(config, spoil)

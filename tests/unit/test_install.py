@@ -73,10 +73,10 @@ def install(tmp_path):
     log = tmp_path / "log"
     log.touch()
 
-    def run(*arguments: str, **given: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def run(*arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("BRORL_", "PIP_"))}
         own = {"PYTHON": tmp_path / "python", "VENV": tmp_path / "venv", "STANDINS": tmp_path, "LOG": log}
-        env = kept | {k: str(v) for k, v in own.items()} | {"REAL_PYTHON": sys.executable} | given
+        env = kept | {k: str(v) for k, v in own.items()} | {"REAL_PYTHON": sys.executable} | variables
         script = ROOT / "tools" / "install.sh"
         done = subprocess.run(
             ["bash", script, *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -76,9 +76,9 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
 
 
 def test_unreadable_files_are_errors_of_one_line(tmp_path):
-    def error(of) -> str:
+    def error(call) -> str:
         with pytest.raises(UserError) as e:
-            of()
+            call()
         assert "\n" not in str(e.value)
         return str(e.value)
 

@@ -68,9 +68,9 @@ def test_maxrl_is_unbiased_for_the_truncated_logarithm(n, logits):
 def test_rloo_is_unbiased_for_the_success_rate_and_dr_grpo_shorter(n, logits):
     """The mean of a group contains the rollout itself, which costs the factor (n - 1) / n."""
     for name, factor in (("rloo", 1), ("dr_grpo", (n - 1) / n)):
-        given = torch.ones(2**n, n, dtype=torch.bool), [{}] * 2**n, AlgoConfig(advantage=name)
+        arguments = torch.ones(2**n, n, dtype=torch.bool), [{}] * 2**n, AlgoConfig(advantage=name)
         cases = torch.tensor(list(product((0.0, 1.0), repeat=n)))
-        table = dict(zip(map(tuple, cases.tolist()), group_advantages(cases, *given), strict=True))
+        table = dict(zip(map(tuple, cases.tolist()), group_advantages(cases, *arguments), strict=True))
         mean = expected(logits, n, lambda r, table=table: table[tuple(r.tolist())])
         close(mean, factor * gradient(logits, lambda p: p))
 

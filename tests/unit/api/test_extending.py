@@ -39,9 +39,9 @@ def source(file: str) -> str:
 
 
 def module(file: str) -> ModuleType:
-    made = ModuleType("example")
-    exec(compile(source(file), file, "exec"), made.__dict__)
-    return made
+    example = ModuleType("example")
+    exec(compile(source(file), file, "exec"), example.__dict__)
+    return example
 
 
 def test_the_verifier(tmp_path, monkeypatch):
@@ -59,8 +59,8 @@ def test_the_advantage_and_the_loss(tables, tmp_path, monkeypatch):  # noqa: F81
     functions = module("my_algo.py")
     shared = ["reward.strict=true", "algo.mini_batches=2"]
 
-    def run(name, *overrides, **given):
-        return train(tables, overrides=[f"run.dir={name}", *shared, *overrides], reward=even, **given)
+    def run(name, *overrides, **options):
+        return train(tables, overrides=[f"run.dir={name}", *shared, *overrides], reward=even, **options)
 
     expected = run("built_in", "algo.advantage=maxrl", "algo.ratio=sequence")
     in_file = run("in_file", "algo.advantage=my_algo.py:maxrl", "algo.policy_loss=my_algo.py:gspo")
@@ -85,8 +85,8 @@ def test_the_model_family(processes, tmp_path, monkeypatch):
     family = module("megatron_brorl/families/mistral.py").FAMILY
     monkeypatch.setitem(shapes.FAMILIES, family.architecture, family)
     monkeypatch.setitem(shapes._BY_NAME, family.name, family)
-    made = tiny.Family(MistralConfig, MistralForCausalLM, {"sliding_window": None})
-    monkeypatch.setitem(tiny.FAMILIES, "mistral", made)
+    hf_family = tiny.Family(MistralConfig, MistralForCausalLM, {"sliding_window": None})
+    monkeypatch.setitem(tiny.FAMILIES, "mistral", hf_family)
     model = tiny.make_model(tmp_path, "mistral", tied=False)
     shape = shapes.read_shape(tmp_path)
     worker = Worker(shape, processes, StageOptions(200, backend("fused", CPU)))
@@ -113,10 +113,10 @@ def test_the_engine(model, tmp_path):
     directory, of_transformers = model
     shape = shapes.read_shape(directory)
     options = EngineOptions("transformers", str(directory), shape.vocab, 40, "float32", 8, (2,), {})
-    made = module("megatron_brorl/rollout/remote/transformers/llm.py").TransformersBackend(options)
+    backend = module("megatron_brorl/rollout/remote/transformers/llm.py").TransformersBackend(options)
     update = WeightUpdate(0, hf_shapes(shape), torch.float32, unchanged)
     weights = write_update(tiny.weights(directory).items(), update, NodeRanks(), tmp_path / "weights")
-    with served(made, tmp_path):
+    with served(backend, tmp_path):
         engine = RemoteEngine(EngineConfig(), options, hf_shapes(shape), tmp_path, None, tmp_path / "log")
         leader = Connection(address(tmp_path))
         ask(leader, Message("begin"))

@@ -28,9 +28,9 @@ from megatron_brorl.tracking import run_info
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("face")
-    made = tiny.make_model(directory, "qwen2", tied=True, vocab_size=300, bos_token_id=0, eos_token_id=1)
+    hf_model = tiny.make_model(directory, "qwen2", tied=True, vocab_size=300, bos_token_id=0, eos_token_id=1)
     make_hf(directory, chat_template=CHAT)
-    return directory, made
+    return directory, hf_model
 
 
 def test_the_import_is_fast_and_exports_all_names():
@@ -47,7 +47,7 @@ def test_the_import_is_fast_and_exports_all_names():
 
 
 def test_log_probs_are_those_of_transformers(model):
-    directory, made = model
+    directory, hf_model = model
     prompts = ["12 + 7 =", [{"role": "user", "content": "12 + 7"}], "1"]
     with Engine.from_pretrained(directory) as engine:
         samples = engine.sample(prompts, n=3, max_tokens=5, seed=3)
@@ -63,7 +63,7 @@ def test_log_probs_are_those_of_transformers(model):
     for text, rows in zip(texts, samples, strict=True):
         prompt = reader(text, add_special_tokens=False)["input_ids"]
         for row in rows:
-            expected = tiny.log_probs(made, prompt, row.token_ids)
+            expected = tiny.log_probs(hf_model, prompt, row.token_ids)
             torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=1e-4, rtol=1e-4)
             ended = row.token_ids[-1] == 1
             assert row.finish == ("stop" if ended else "length")
@@ -75,7 +75,7 @@ def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
 
     test_tokenizers.py compares the stop tokens of a model with transformers.
     """
-    directory, made = model
+    directory, hf_model = model
     shutil.copytree(directory, tmp_path / "model")
     make_hf(tmp_path / "model", chat_template=CHAT + "{% if not enable_thinking %}7 + 7{% endif %}")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
@@ -89,7 +89,7 @@ def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
             options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": enable}
             ids = reader(reader.apply_chat_template(messages, **options), add_special_tokens=False)["input_ids"]
             with torch.no_grad():
-                assert row.token_ids == (int(made(torch.tensor([ids])).logits[0, -1].argmax()),)
+                assert row.token_ids == (int(hf_model(torch.tensor([ids])).logits[0, -1].argmax()),)
             firsts.append(ids)
         # All tokens are sampled, including special ones.
         [rows] = engine.sample(["1"], n=400, max_tokens=1, temperature=50.0, stop=("<|user|>",))
@@ -105,15 +105,16 @@ def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_the_command_prints_what_transformers_generates(model, capsys, raw):
-    directory, made = model
+    directory, hf_model = model
     options = ["--max-tokens", "6", "--temperature", "0", *(["--raw"] if raw else [])]
     text = output(capsys, "generate", directory, "12 + 7", "-n", 2, *options)
 
     reader = AutoTokenizer.from_pretrained(directory)
     messages = [{"role": "user", "content": "12 + 7"}]
-    given = "12 + 7" if raw else reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompt = torch.tensor([reader(given, add_special_tokens=False)["input_ids"]])
-    ids = made.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0, prompt.shape[1] :]
+    prompt_text = "12 + 7" if raw else reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = torch.tensor([reader(prompt_text, add_special_tokens=False)["input_ids"]])
+    response = hf_model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0]
+    ids = response[prompt.shape[1] :]
     words = reader.decode([i for i in ids if i != 1])
     ending = "ended by itself" if ids[-1] == 1 else "cut off"
     assert text == "".join(f"--- {i}, {len(ids)} tokens, {ending}\n{printable(words)}\n" for i in range(2))
@@ -131,7 +132,7 @@ DATED = "{{ strftime_now('%Y') }}{% if short %} short{% endif %}" + CHAT
 )
 def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys, data):
     """Compare the prompt with that of a training row and with transformers, and the responses with transformers."""
-    made = model[1]
+    hf_model = model[1]
     shutil.copytree(model[0], tmp_path / "model")
     make_hf(tmp_path / "model", chat_template=DATED)
     (tmp_path / "template_date").write_text("1999-12-31\n")
@@ -140,7 +141,7 @@ def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys
     text = "1999 short<|user|>add</s><|user|>12 + 7 = ?</s><|assistant|>" if data.chat else "5 + 3 = 8\n12 + 7 ="
     expected = reader(text, add_special_tokens=False)["input_ids"]
     prompt = torch.tensor([expected])
-    response = made.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0]
+    response = hf_model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0]
     response = response[len(expected) :].tolist()
     assert 1 not in response
     stop = reader.decode(response[:3])
@@ -164,7 +165,7 @@ def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(Engine, "sample", recorded)
     options = ([], ["--max-tokens", 1, "--temperature", 0, "-n", 2], ["--raw"])
-    outputs = [output(capsys, "generate", tmp_path, "12 + 7", *given) for given in options]
+    outputs = [output(capsys, "generate", tmp_path, "12 + 7", *arguments) for arguments in options]
     plain = reader("12 + 7", add_special_tokens=False)["input_ids"]
     assert [list(ids) for ids in prompts] == [expected, expected, plain]
     assert outputs[0] == f"--- 0, {ends} tokens, ended by itself\n{printable(reader.decode(response[:ends]))}\n"

@@ -86,7 +86,7 @@ def test_conversion_is_bit_exact_both_ways_and_logits_equal_transformers(tmp_pat
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def models(tmp_path_factory):
     """A sharded Hugging Face directory and the same model as a Megatron checkpoint."""
     root = tmp_path_factory.mktemp("made")
     tiny.make_model(root / "one", "qwen2", False).save_pretrained(root / "hf", max_shard_size="80KB")
@@ -95,33 +95,33 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def copy(made, tmp_path):
+def copy(models, tmp_path):
     for name in ("hf", "megatron"):
-        shutil.copytree(made / name, tmp_path / name)
+        shutil.copytree(models / name, tmp_path / name)
     return tmp_path
 
 
-def test_the_command_verifies_and_shows_progress(made, tmp_path):
-    done = tool("to-megatron", made / "hf", tmp_path / "m", "--tensor", "2", "--pipeline", "2", "--verify")
+def test_the_command_verifies_and_shows_progress(models, tmp_path):
+    done = tool("to-megatron", models / "hf", tmp_path / "m", "--tensor", "2", "--pipeline", "2", "--verify")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^convert (\d+)/\1 ", done.stderr, re.M)
-    assert f"{tmp_path / 'm'}: logits equal those of {made / 'hf'} within" in done.stderr
+    assert f"{tmp_path / 'm'}: logits equal those of {models / 'hf'} within" in done.stderr
     done = tool("to-hf", tmp_path / "m", tmp_path / "back", "--verify")
     assert done.returncode == 0, done.stderr
     assert "within" in done.stderr
-    assert_same_weights(made / "hf", tmp_path / "back")
+    assert_same_weights(models / "hf", tmp_path / "back")
     done = tool("to-hf", tmp_path / "m", tmp_path / "back")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert re.search(rf"^brorl: {tmp_path / 'back'}: exists.*--overwrite", done.stderr)
     assert tool("to-hf", tmp_path / "m", tmp_path / "back", "--overwrite").returncode == 0
 
 
-def test_a_failed_verification_names_the_target(made, tmp_path, monkeypatch, capsys):
+def test_a_failed_verification_names_the_target(models, tmp_path, monkeypatch, capsys):
     """It does not name the folder in which the conversion was written aside."""
     logits = iter([torch.zeros(1), torch.ones(1)])
     monkeypatch.setattr(convert, "logits", lambda *_: next(logits))
-    text = output(capsys, "convert", "to-megatron", made / "hf", tmp_path / "out", "--verify", code=2)
-    assert f"brorl: {tmp_path / 'out'}: its logits differ from those of {made / 'hf'} by 1.00e+00" in text
+    text = output(capsys, "convert", "to-megatron", models / "hf", tmp_path / "out", "--verify", code=2)
+    assert f"brorl: {tmp_path / 'out'}: its logits differ from those of {models / 'hf'} by 1.00e+00" in text
 
 
 def load_worker(directory: Path, processes: Any, **options: Any) -> Worker:
@@ -168,10 +168,10 @@ def test_adapters_of_a_checkpoint_are_merged(tmp_path, family, dtype, error):
         convert.verify(saved, base, shape, merged=source)
 
 
-def test_the_hash_of_a_sharded_model(made):
-    shards = sorted((made / "hf").glob("*.safetensors"))
+def test_the_hash_of_a_sharded_model(models):
+    shards = sorted((models / "hf").glob("*.safetensors"))
     expected = hashlib.sha256(b"".join(path.read_bytes() for path in shards)).hexdigest()
-    assert hugging_face.weights_sha256(made / "hf") == expected
+    assert hugging_face.weights_sha256(models / "hf") == expected
 
 
 def edit(path: Path, **changes: object) -> None:

@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models of one architecture with different weights: one in a single file, one in shards."""
     root = tmp_path_factory.mktemp("made")
     tiny.make_model(root / "one", "llama", False, seed=1)
@@ -71,13 +71,13 @@ def a_tensor_in_another_shard(one: Path, sharded: Path) -> Path:
     return sharded
 
 
-def copies(made: Path, tmp_path: Path) -> tuple[Path, Path]:
-    return tuple(shutil.copytree(made / name, tmp_path / name) for name in ("one", "shards"))  # type: ignore[return-value]
+def copies(models: Path, tmp_path: Path) -> tuple[Path, Path]:
+    return tuple(shutil.copytree(models / name, tmp_path / name) for name in ("one", "shards"))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("arrange", [index_next_to_one_file, a_tensor_that_the_index_lacks, a_tensor_in_another_shard])
-def test_the_same_weights_are_loaded_as_by_transformers(made: Path, tmp_path: Path, arrange: Any) -> None:
-    directory = arrange(*copies(made, tmp_path))
+def test_the_same_weights_are_loaded_as_by_transformers(models: Path, tmp_path: Path, arrange: Any) -> None:
+    directory = arrange(*copies(models, tmp_path))
     expected = AutoModelForCausalLM.from_pretrained(directory).state_dict()
     names = hf_shapes(read_shape(directory))
     checkpoint = Checkpoint(directory)
@@ -121,23 +121,23 @@ def an_index_of_another_folder(one: Path, sharded: Path) -> Path:
         (an_index_of_another_folder, r"model\.norm\.weight"),
     ],
 )
-def test_an_invalid_directory_is_reported(made: Path, tmp_path: Path, arrange: Any, message: str) -> None:
-    directory = arrange(*copies(made, tmp_path))
+def test_an_invalid_directory_is_reported(models: Path, tmp_path: Path, arrange: Any, message: str) -> None:
+    directory = arrange(*copies(models, tmp_path))
     with pytest.raises(UserError, match=f"{directory}.*{message}"):
         Checkpoint(directory)
 
 
-def test_an_export_has_no_index_of_the_source(made: Path, tmp_path: Path) -> None:
-    one, sharded = copies(made, tmp_path)
+def test_an_export_has_no_index_of_the_source(models: Path, tmp_path: Path) -> None:
+    one, sharded = copies(models, tmp_path)
     (sharded / "pytorch_model.bin.index.json").write_text("{}")
     hugging_face.copy_companions(sharded, one)
     assert not list(one.glob("*.index.json"))
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-def test_gguf_files_are_refused_with_advice(made: Path, tmp_path: Path, is_file: bool) -> None:
+def test_gguf_files_are_refused_with_advice(models: Path, tmp_path: Path, is_file: bool) -> None:
     """The file itself is given, or a folder with config and tokenizer next to it."""
-    one = copies(made, tmp_path)[0]
+    one = copies(models, tmp_path)[0]
     (one / WEIGHTS).unlink()
     (one / "model.gguf").write_bytes(b"GGUF" + bytes(100))
     for use in (read_shape, load_tokenizer, Engine.from_pretrained):
@@ -145,21 +145,21 @@ def test_gguf_files_are_refused_with_advice(made: Path, tmp_path: Path, is_file:
             use(one / "model.gguf" if is_file else one)
 
 
-def test_a_file_instead_of_a_directory_is_refused(made: Path) -> None:
+def test_a_file_instead_of_a_directory_is_refused(models: Path) -> None:
     with pytest.raises(UserError, match=r"model\.safetensors: is a file; give the Hugging Face directory"):
-        read_shape(made / "one" / WEIGHTS)
+        read_shape(models / "one" / WEIGHTS)
     for empty in ("", " "):
         with pytest.raises(UserError, match=r"model\.path is empty"):
             model_directory(empty)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_save_returns_whether_weights_changed(made: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    stored = load_file(made / "one" / WEIGHTS)
+def test_save_returns_whether_weights_changed(models: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    stored = load_file(models / "one" / WEIGHTS)
 
     def differs(**changed: torch.Tensor) -> bool:
         tensors = {n: changed.get(n.replace(".", "_"), t).to(dtype) for n, t in stored.items()}
-        return hugging_face.save(tensors.items(), made / "one", tmp_path / "out", str(dtype).removeprefix("torch."))
+        return hugging_face.save(tensors.items(), models / "one", tmp_path / "out", str(dtype).removeprefix("torch."))
 
     norm = stored["model.norm.weight"]
     assert not differs()
@@ -168,11 +168,11 @@ def test_save_returns_whether_weights_changed(made: Path, tmp_path: Path, dtype:
     assert differs(model_norm_weight=norm + 2**-20) == (dtype == torch.float32)
 
 
-def test_a_large_model_is_written_in_shards(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_written_in_shards(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_files, "MAX_SHARD_BYTES", 50_000)
-    tensors = load_file(made / "one" / WEIGHTS)
+    tensors = load_file(models / "one" / WEIGHTS)
     out = tmp_path / "out"
-    hugging_face.save(tensors.items(), made / "one", out, "float32")
+    hugging_face.save(tensors.items(), models / "one", out, "float32")
     written = [path.name for path in shards(out)]
     assert len(written) > 3
     assert written[0] == f"model-00001-of-{len(written):05d}.safetensors"
@@ -183,8 +183,8 @@ def test_a_large_model_is_written_in_shards(made: Path, tmp_path: Path, monkeypa
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_failed_save_leaves_the_old_directory(made: Path, tmp_path: Path) -> None:
-    tensors = load_file(made / "one" / WEIGHTS)
+def test_a_failed_save_leaves_the_old_directory(models: Path, tmp_path: Path) -> None:
+    tensors = load_file(models / "one" / WEIGHTS)
     name = "model.norm.weight"
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
@@ -192,11 +192,11 @@ def test_a_failed_save_leaves_the_old_directory(made: Path, tmp_path: Path) -> N
         raise OSError("disk full")
 
     out = tmp_path / "out"
-    hugging_face.save(tensors.items(), made / "one", out, "float32")
+    hugging_face.save(tensors.items(), models / "one", out, "float32")
     with pytest.raises(OSError, match="disk full"):
-        hugging_face.save(broken(), made / "one", out, "float32")
+        hugging_face.save(broken(), models / "one", out, "float32")
     assert torch.equal(load_file(out / WEIGHTS)[name], tensors[name])
-    hugging_face.save(((n, 2 * tensor) for n, tensor in tensors.items()), made / "one", out, "float32")
+    hugging_face.save(((n, 2 * tensor) for n, tensor in tensors.items()), models / "one", out, "float32")
     assert torch.equal(load_file(out / WEIGHTS)[name], 2 * tensors[name])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -40,11 +40,11 @@ def model(tmp_path_factory):
 
 def test_user_errors_name_the_argument(tmp_path, capsys, monkeypatch):
     """The model does not exist, so arguments are checked before it is read."""
-    given = ("quantize", "evaluate", tmp_path / "model", tmp_path / "rows.jsonl")
-    assert "--calibrate 0: must be at least 1" in error_line(capsys, *given, "--calibrate", 0)
-    assert f"{tmp_path}: exists" in error_line(capsys, "quantize", "export", *given[2:], tmp_path)
+    arguments = ("quantize", "evaluate", tmp_path / "model", tmp_path / "rows.jsonl")
+    assert "--calibrate 0: must be at least 1" in error_line(capsys, *arguments, "--calibrate", 0)
+    assert f"{tmp_path}: exists" in error_line(capsys, "quantize", "export", *arguments[2:], tmp_path)
     monkeypatch.setitem(sys.modules, "modelopt", None)  # its import fails
-    assert "pip install 'megatron-brorl[quantize]'" in error_line(capsys, *given)
+    assert "pip install 'megatron-brorl[quantize]'" in error_line(capsys, *arguments)
 
 
 def test_shift_equals_plain_loops():

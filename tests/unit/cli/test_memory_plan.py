@@ -197,8 +197,8 @@ def test_critic_and_reference_are_included():
 def test_with_lora_only_adapters_have_gradients_and_optimizer_states():
     """The base is in bf16, the critic trains all weights, and the reference has only adapters."""
     adapters = 18_464_768  # rank 16 on Qwen2.5-1.5B, as print_trainable_parameters() of PEFT counts them
-    given = {"lora": {"rank": 16}, "algo": {"advantage": "gae", "kl_coef": 0.1}}
-    plan = plan_of(**given)
+    options = {"lora": {"rank": 16}, "algo": {"advantage": "gae", "kl_coef": 0.1}}
+    plan = plan_of(**options)
     activations = plan.training["activations (estimate)"] - plan_of().training["activations (estimate)"]
     assert activations == 32768 * 2 * 7 * 16
     assert {name: x for name, x in plan.training.items() if "activations" not in name} == {
@@ -212,7 +212,7 @@ def test_with_lora_only_adapters_have_gradients_and_optimizer_states():
         "reference": 2 * adapters,
         "CUDA contexts (estimate)": 2**30,
     }
-    config = load_table({"model": {"path": "model", "dtype": "bf16"}, **given}, "test", ())
+    config = load_table({"model": {"path": "model", "dtype": "bf16"}, **options}, "test", ())
     assert checkpoint_bytes(config, SHAPE) == 14 * adapters + 14 * WEIGHTS + 2 * adapters
 
 

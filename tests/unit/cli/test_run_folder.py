@@ -66,11 +66,11 @@ def test_every_key_is_fixed_or_may_change():
 
 def tables(overrides):
     """Return tables of section.key=value pairs, with values in JSON."""
-    made = {}
+    table = {}
     for path, value in (item.split("=") for item in overrides.split()):
         section, key = path.split(".")
-        made.setdefault(section, {})[key] = json.loads(value)
-    return made
+        table.setdefault(section, {})[key] = json.loads(value)
+    return table
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ SECTIONS = ("rollout", "reward", "shaping", "algo", "critic", "reference", "opti
 def without_effect(config: Config) -> set[str]:
     """Return the keys (section.key, or a whole section) that another key disables."""
     algo = config.algo
-    off = {
+    off_conditions = {
         "critic algo.gamma algo.lam": algo.advantage != "gae",
         "reference algo.kl_estimator algo.kl_in": not algo.kl_coef,
         "algo.distill_coef": not config.teacher.path,
@@ -49,7 +49,7 @@ def without_effect(config: Config) -> set[str]:
         "algo.aggregation_tokens": algo.aggregation != "fixed",
         "optim.min_lr_ratio": config.optim.lr_schedule == "constant",
     }
-    return {key for keys, is_off in off.items() if is_off for key in keys.split()}
+    return {key for keys, is_off in off_conditions.items() if is_off for key in keys.split()}
 
 
 @pytest.mark.parametrize("name", ["prorlv2", "brorl", "dapo", "ppo"])
@@ -57,18 +57,18 @@ def test_a_recipe_sets_all_relevant_keys_and_cites_sources(name):
     path = RECIPES / f"{name}.toml"
     text = path.read_text(encoding="utf-8")
     table, config = tomllib.loads(text), load(path)
-    off = without_effect(config)
-    assert tuple(table) == tuple(section for section in SECTIONS if section not in off)
+    unused_keys = without_effect(config)
+    assert tuple(table) == tuple(section for section in SECTIONS if section not in unused_keys)
     for section in table:
-        known = {f.name for f in dataclasses.fields(getattr(config, section))}
-        unstated = NOT_OF_THE_METHOD.get(section, set()) | {k for k in known if f"{section}.{k}" in off}
-        assert known - table[section].keys() == unstated, section
-    known = set(re.findall(r"\[[A-Za-z0-9+-]+\]", text.split("\n\n")[0]))
+        fields = {f.name for f in dataclasses.fields(getattr(config, section))}
+        unstated = NOT_OF_THE_METHOD.get(section, set()) | {k for k in fields if f"{section}.{k}" in unused_keys}
+        assert fields - table[section].keys() == unstated, section
+    references = set(re.findall(r"\[[A-Za-z0-9+-]+\]", text.split("\n\n")[0]))
     for line in text.split("\n\n", 1)[1].splitlines():
         if " = " in line:
             source = line.partition(" # ")[2]
             cited = set(re.findall(r"\[[A-Z][A-Za-z0-9+-]*\]|\[(?:blog|script|ppo2)\]", source))
-            assert cited <= known, line
+            assert cited <= references, line
             assert cited or re.search("choice|not part of the method|verl's default", source), line
 
 

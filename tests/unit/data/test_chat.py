@@ -48,9 +48,9 @@ THOUGHT = [{"role": "assistant", "content": "<think>\nadd\n</think>\n\n20"}]
 
 def conversation(text: str) -> list[dict[str, Any]]:
     calls = [{"function": {"name": "add", "arguments": {"a": 12, text: text}}}] * 2
-    asked = [TURNS[0], {**TURNS[1], "tool_calls": calls}, {"role": "user", "content": f"12 + {text}?"}]
+    turns = [TURNS[0], {**TURNS[1], "tool_calls": calls}, {"role": "user", "content": f"12 + {text}?"}]
     results = [{"role": "tool", "name": "add", "content": result} for result in (text, "22")]
-    return [*asked, {"role": "assistant", "tool_calls": calls}, *results, {"role": "assistant", "content": text}]
+    return [*turns, {"role": "assistant", "tool_calls": calls}, *results, {"role": "assistant", "content": text}]
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +120,9 @@ def test_turns_for_supervised_training_are_those_of_transformers(tmp_path, text)
     row = conversation(text)
     function = row[3]["tool_calls"][0]["function"]
     row[3]["tool_calls"] = [{"function": {**function, "arguments": json.dumps(function["arguments"])}}] * 2
-    asked, response, trained = read(tmp_path, {"prompt": row}, tokenizer, chat=True, chat_template_kwargs=tools)
-    ids = [*asked, *response, *library("\n").input_ids]  # The template ends with a line break.
-    mask = [0] * len(asked) + trained + [0]
+    prompt, response, trained = read(tmp_path, {"prompt": row}, tokenizer, chat=True, chat_template_kwargs=tools)
+    ids = [*prompt, *response, *library("\n").input_ids]  # The template ends with a line break.
+    mask = [0] * len(prompt) + trained + [0]
     expected_mask = [0] * begin + whole["assistant_masks"][begin:]
     assert (ids, mask) == (whole["input_ids"], expected_mask) or text != "77"
     for own in (0, 1):
@@ -218,12 +218,12 @@ def test_every_reader_of_rows_passes_the_variables_on(tmp_path):
     for variables, end in (({}, "<think>\n"), ({"enable_thinking": False}, "</think>\n\n")):
         config = DataConfig(train=(str(rows),), held_out=(str(rows),), chat=True, chat_template_kwargs=variables)
         sources = load_sources(config, tokenizer, 100, 0)
-        (asked,), (kept,) = sources.train.prompts(0, 1), sources.held_out
+        (train_prompt,), (kept,) = sources.train.prompts(0, 1), sources.held_out
         benchmark = load_benchmarks([f"b={rows}"], config, tokenizer, 100)[0]["b"][0]
-        for prompt in (asked, kept, benchmark):
+        for prompt in (train_prompt, kept, benchmark):
             assert prompt.text.endswith(end)
             assert tokenizer.decode_all(prompt.token_ids) == prompt.text
-        assert sft_examples([asked], tokenizer)[0][0] == list(asked.token_ids)
+        assert sft_examples([train_prompt], tokenizer)[0][0] == list(train_prompt.token_ids)
         digests.append(sources.digests(tmp_path / "hf", None))
     assert digests[0]["tokenizer"] == digests[1]["tokenizer"]
     assert digests[0]["train"] != digests[1]["train"]

@@ -48,8 +48,8 @@ def test_prompts_and_rows_have_correct_answers(tokenizer):
     # Error messages count lines from 1, and ids have the same numbers.
     assert [row["id"].rpartition(":")[2] for row in rows] == [str(line) for line in range(1, 81)]
 
-    given = [(p.text.removesuffix("="), p.answer, p.metadata) for p in prompts]
-    for text, answer, metadata in [*given, *((row["prompt"], row["answer"], row["metadata"]) for row in rows)]:
+    examples = [(p.text.removesuffix("="), p.answer, p.metadata) for p in prompts]
+    for text, answer, metadata in [*examples, *((row["prompt"], row["answer"], row["metadata"]) for row in rows)]:
         assert json.loads(json.dumps(metadata)) == metadata
         is_sum = metadata["source_dataset"] == "chain_sum"
         assert answer == str(eval(text) if is_sum else int(text).bit_count())

@@ -120,8 +120,8 @@ def test_prompts_that_cannot_be_used_are_errors(tokenizer):
 @pytest.fixture
 def lossy(tmp_path):
     """A tokenizer with neither an unknown token nor bytes, which drops other characters."""
-    known = "abcdefghijklmnopqrstuvwxyz0123456789+= "
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(known)}, merges=[]))
+    alphabet = "abcdefghijklmnopqrstuvwxyz0123456789+= "
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     inner.decoder = tokenizers.decoders.Fuse()
     inner.add_special_tokens(["</s>"])
     inner.save(str(tmp_path / "tokenizer.json"))

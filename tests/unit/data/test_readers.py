@@ -69,15 +69,15 @@ FILES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def jsonl(path: Path, given: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def parquet(path: Path, given: list[dict[str, Any]]) -> Path:
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     # from_pylist uses only the columns of the first row.
-    names = list(dict.fromkeys(name for row in given for name in row))
-    table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in given])
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
     pyarrow.parquet.write_table(table, path)
     return path
 
@@ -89,16 +89,16 @@ def content(parsed: list[Row]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_json_parquet_and_written_nulls_give_equal_rows(tmp_path, name):
-    given = FILES[name]
-    expected = content(read_rows(jsonl(tmp_path / "f.jsonl", given)))
-    file = parquet(tmp_path / "f.parquet", given)
+    rows = FILES[name]
+    expected = content(read_rows(jsonl(tmp_path / "f.jsonl", rows)))
+    file = parquet(tmp_path / "f.parquet", rows)
     filled = pyarrow.parquet.read_table(file).to_pylist()
     assert content(read_rows(file)) == expected
     if name != "keyword arguments of two names":  # null in JSON is an argument there
         assert content(read_rows(jsonl(tmp_path / "g.jsonl", filled))) == expected
 
     # Metadata as a JSON string.
-    strings = [{**row, "metadata": json.dumps(row.get("metadata"))} for row in given]
+    strings = [{**row, "metadata": json.dumps(row.get("metadata"))} for row in rows]
     assert content(read_rows(parquet(tmp_path / "s.parquet", strings))) == expected
 
 
@@ -141,8 +141,8 @@ def test_types_of_arrow(tmp_path):
 def test_null_in_place_of_a_needed_value_is_refused(tmp_path, row, key, kind):
     # A complete second row determines the types of the columns.
     prompt = [USER] if isinstance(row["prompt"], list) else "x"
-    given = [row, {"prompt": prompt, "answer": "1", "verifier": "exact"}]
-    file = jsonl(tmp_path / "f.jsonl", given) if kind == "json" else parquet(tmp_path / "f.parquet", given)
+    rows = [row, {"prompt": prompt, "answer": "1", "verifier": "exact"}]
+    file = jsonl(tmp_path / "f.jsonl", rows) if kind == "json" else parquet(tmp_path / "f.parquet", rows)
     with pytest.raises(UserError, match=rf"^{file}:1: .*{re.escape(key)}"):
         read_rows(file)
 
@@ -150,7 +150,7 @@ def test_null_in_place_of_a_needed_value_is_refused(tmp_path, row, key, kind):
 def test_named_columns_may_hold_null(tmp_path):
     """Null counts as a missing value, but a column that does not exist is an error."""
     right = {"ground_truth": "1"}
-    given = [
+    rows = [
         {"q": "a", "reward_model": right, "why": None, "metadata": STDIN, "verifier": "exact", "id": 1},
         {"q": "b", "reward_model": right, "why": "so 1", "metadata": None, "verifier": None, "id": None},
         {"q": "c", "reward_model": None, "why": None, "metadata": ASSERTS, "verifier": "code", "id": 3},
@@ -161,7 +161,7 @@ def test_named_columns_may_hold_null(tmp_path):
         ("b", "1", "so 1", "exact", "2", {}),
         ("c", None, None, "code", "3", ASSERTS),
     ]
-    for file in (jsonl(tmp_path / "f.jsonl", given), parquet(tmp_path / "f.parquet", given)):
+    for file in (jsonl(tmp_path / "f.jsonl", rows), parquet(tmp_path / "f.parquet", rows)):
         assert content(read_rows(file, RowFormat(columns=names))) == expected
         for key, name, message in (
             ("target", "cot", r"data\.columns\.target = 'cot'"),
@@ -172,8 +172,8 @@ def test_named_columns_may_hold_null(tmp_path):
 
 
 def test_nulls_in_messages_are_removed(tmp_path):
-    given = [{"prompt": [{**USER, "name": None, "tool_calls": None}], "answer": "1"}]
-    for file in (jsonl(tmp_path / "f.jsonl", given), parquet(tmp_path / "f.parquet", given)):
+    rows = [{"prompt": [{**USER, "name": None, "tool_calls": None}], "answer": "1"}]
+    for file in (jsonl(tmp_path / "f.jsonl", rows), parquet(tmp_path / "f.parquet", rows)):
         (row,) = read_rows(file)
         assert conversation(row.prompt, DataConfig(chat=True), "") == [USER]
 

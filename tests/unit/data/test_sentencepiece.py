@@ -66,21 +66,21 @@ def texts(pieces: list[str]) -> list[str]:
 def assert_same(model: Path, leads: bool = False) -> None:
     """Compare AutoTokenizer with the sentencepiece library. leads: whether BOS comes first."""
     library = sentencepiece.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
-    theirs = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+    hf_tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
     count = library.vocab_size()
-    assert len(theirs) == count
+    assert len(hf_tokenizer) == count
     for kind in ("eos", "bos", "pad", "unk"):
         special = getattr(library, f"{kind}_id")()
-        assert getattr(theirs, f"{kind}_token_id") == (special if special >= 0 else None)
+        assert getattr(hf_tokenizer, f"{kind}_token_id") == (special if special >= 0 else None)
     lead = [library.bos_id()] * leads
     pieces = [library.id_to_piece(i).replace("\u2581", " ") for i in range(count) if not library.is_control(i)]
     for text in texts(pieces):
         expected = library.encode(text)
-        assert theirs(text, split_special_tokens=True).input_ids == lead + expected, repr(text)
+        assert hf_tokenizer(text, split_special_tokens=True).input_ids == lead + expected, repr(text)
         if not any(mark in text for mark in ("<s>", "</s>", "<pad>", "<unk>")):
-            assert theirs(text).input_ids == lead + expected, repr(text)
+            assert hf_tokenizer(text).input_ids == lead + expected, repr(text)
         if library.unk_id() not in expected:
-            assert theirs.decode(expected, clean_up_tokenization_spaces=False) == library.decode(expected)
+            assert hf_tokenizer.decode(expected, clean_up_tokenization_spaces=False) == library.decode(expected)
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +100,11 @@ def test_exports_of_the_quickstart_model_tokenize_exactly(init, tmp_path):
     export(tmp_path / "once", tmp_path / "twice")
     for model in (init, tmp_path / "once", tmp_path / "twice"):
         assert_same(model)
-    theirs = AutoTokenizer.from_pretrained(str(tmp_path / "twice"), local_files_only=True)
+    hf_tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "twice"), local_files_only=True)
     training = load_tokenizer(tmp_path / "twice")
     text, ids = render("12, 18", training, DataConfig(template="{prompt}="), 100, "here")
-    assert theirs(text).input_ids == list(ids)
-    assert theirs.decode(ids) == "12, 18="
+    assert hf_tokenizer(text).input_ids == list(ids)
+    assert hf_tokenizer.decode(ids) == "12, 18="
 
 
 MODELS = {

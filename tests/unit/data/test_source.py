@@ -83,8 +83,8 @@ def test_sources_of_a_mixture(tmp_path, tokenizer):
     parts = (MixtureConfig(files=(files[0],), weight=0.5), MixtureConfig(files=tuple(files[1:]), weight=1, name="rest"))
     config = DataConfig(mixture=parts, held_out=(files[2],), template="{prompt}=")
     sources = load_sources(config, tokenizer, 100, seed=1)
-    drawn = sources.train.prompts(0, 30)
-    assert Counter(p.id for p in drawn) == {f"q{i}": 2 for i in (*range(5), *range(10, 15), *range(20, 25))}
+    prompts = sources.train.prompts(0, 30)
+    assert Counter(p.id for p in prompts) == {f"q{i}": 2 for i in (*range(5), *range(10, 15), *range(20, 25))}
     assert sources.report.splitlines() == [
         f"data.mixture[0]: 5 prompts from {files[0]}",
         "data.mixture[0]: a has 33.3% of the prompts",
@@ -120,13 +120,13 @@ def test_unusable_data_is_named_by_key_or_row(tmp_path, tokenizer):
 def test_generated_sources(tokenizer):
     config = DataConfig(tasks=(TASK,), held_out_prompts=64)
     sources, again, other = (load_sources(config, tokenizer, 100, seed=seed) for seed in (1, 1, 2))
-    drawn = [p for step in range(20) for p in sources.train.prompts(32 * step, 32)]
-    assert again.train.prompts(40, 8) == drawn[40:48]
-    assert other.train.prompts(40, 8) != drawn[40:48]
+    prompts = [p for step in range(20) for p in sources.train.prompts(32 * step, 32)]
+    assert again.train.prompts(40, 8) == prompts[40:48]
+    assert other.train.prompts(40, 8) != prompts[40:48]
     assert sources.held_out == other.held_out  # so that runs with different seeds can be compared
     assert len({p.text for p in sources.held_out}) == 64
-    assert not {p.text for p in drawn} & {p.text for p in sources.held_out}
-    assert len({*ids(drawn), *ids(sources.held_out)}) == 640 + 64
+    assert not {p.text for p in prompts} & {p.text for p in sources.held_out}
+    assert len({*ids(prompts), *ids(sources.held_out)}) == 640 + 64
     assert sources.report == "data.tasks: endless prompts of chain_sum; 64 different ones held out"
 
 
@@ -190,8 +190,8 @@ def test_sources_of_a_mixture_have_independent_epochs_and_can_be_resumed():
     whole = MixtureSource(sources, [0.5, 0.3, 0.2], seed=1).prompts(0, 200)
     assert Counter(p.text for p in whole) == {"a": 100, "b": 60, "c": 40}
     for name, rows in sources.items():
-        mine = [p.id for p in whole if p.text == name]
-        assert mine == ids(FileSource(rows, f"1:{name}").prompts(0, len(mine)))
+        prompt_ids = [p.id for p in whole if p.text == name]
+        assert prompt_ids == ids(FileSource(rows, f"1:{name}").prompts(0, len(prompt_ids)))
     for start, size in ((0, 1), (3, 8), (60, 24)):
         assert MixtureSource(sources, [5, 3, 2], seed=1).prompts(start, size) == whole[start : start + size]
     assert MixtureSource(sources, [5, 3, 2], seed=2).prompts(0, 200) != whole

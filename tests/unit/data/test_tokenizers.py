@@ -256,20 +256,20 @@ CASES: dict[str, tuple[Any, dict[str, Any] | None, set[int]]] = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def model_directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("made")
     tiny.make_model(directory, "llama", True)
     train_sentencepiece(["abc", "1+1=2"] * 20, directory, 60)
     return directory
 
 
-def arrange(made: Path, config: Any, generation: dict[str, Any] | None) -> None:
-    raw = json.loads((made / "config.json").read_text())
+def arrange(directory: Path, config: Any, generation: dict[str, Any] | None) -> None:
+    raw = json.loads((directory / "config.json").read_text())
     raw.pop("eos_token_id", None)
-    (made / "config.json").write_text(json.dumps(raw if config is ABSENT else {**raw, "eos_token_id": config}))
-    (made / "generation_config.json").unlink(missing_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw if config is ABSENT else {**raw, "eos_token_id": config}))
+    (directory / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
-        (made / "generation_config.json").write_text(json.dumps(generation))
+        (directory / "generation_config.json").write_text(json.dumps(generation))
 
 
 def resolved(directory: Path) -> set[int]:
@@ -279,16 +279,16 @@ def resolved(directory: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stop_ids_are_those_of_transformers_and_eos(made, tmp_path, name):
+def test_stop_ids_are_those_of_transformers_and_eos(model_directory, tmp_path, name):
     config, generation, expected = CASES[name]
-    arrange(made, config, generation)
-    tokenizer = load_tokenizer(made)
+    arrange(model_directory, config, generation)
+    tokenizer = load_tokenizer(model_directory)
     assert tokenizer.eos_id == EOS
-    assert resolved(made) == expected
-    assert set(stop_ids(made, tokenizer)) == expected | {EOS}
+    assert resolved(model_directory) == expected
+    assert set(stop_ids(model_directory, tokenizer)) == expected | {EOS}
 
     # transformers stops at the same tokens in an export. Other generation settings are kept.
-    hugging_face.save(tiny.weights(made).items(), made, tmp_path / "out", "float32")
+    hugging_face.save(tiny.weights(model_directory).items(), model_directory, tmp_path / "out", "float32")
     assert resolved(tmp_path / "out") == expected | {EOS}
     kept = GenerationConfig.from_pretrained(tmp_path / "out").to_dict()
     for key, value in (generation or {}).items():
@@ -297,9 +297,9 @@ def test_stop_ids_are_those_of_transformers_and_eos(made, tmp_path, name):
     assert set(stop_ids(tmp_path / "out", tokenizer)) == expected | {EOS}
 
 
-@pytest.mark.parametrize("given", ["2", True, [2, "3"], -1])
-def test_values_that_are_no_ids_are_refused(made, given):
-    for file, generation in (("config.json", None), ("generation_config.json", {"eos_token_id": given})):
-        arrange(made, given, generation)
-        with pytest.raises(UserError, match=rf"^{made / file}: eos_token_id = "):
-            stop_ids(made, load_tokenizer(made))
+@pytest.mark.parametrize("value", ["2", True, [2, "3"], -1])
+def test_values_that_are_no_ids_are_refused(model_directory, value):
+    for file, generation in (("config.json", None), ("generation_config.json", {"eos_token_id": value})):
+        arrange(model_directory, value, generation)
+        with pytest.raises(UserError, match=rf"^{model_directory / file}: eos_token_id = "):
+            stop_ids(model_directory, load_tokenizer(model_directory))

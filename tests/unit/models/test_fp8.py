@@ -58,12 +58,12 @@ def test_every_shard_must_be_aligned():
 
 
 def test_megatron_knows_every_field():
-    known = {f.name: f for f in dataclasses.fields(TransformerConfig)}
+    fields = {f.name: f for f in dataclasses.fields(TransformerConfig)}
     for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
-        given = fp8.settings(Fp8Config(recipe=recipe, bf16_layers=0 if recipe == "delayed" else 1))
-        assert given.keys() <= known.keys()
-        made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **given)
-        assert made.tp_only_amax_red  # replicas have different numbers of micro-batches
+        options = fp8.settings(Fp8Config(recipe=recipe, bf16_layers=0 if recipe == "delayed" else 1))
+        assert options.keys() <= fields.keys()
+        config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **options)
+        assert config.tp_only_amax_red  # replicas have different numbers of micro-batches
     assert fp8.settings(Fp8Config()) == {}
 
 

@@ -17,7 +17,7 @@ TIMEOUT = timedelta(seconds=77)
 
 
 @pytest.fixture
-def made(monkeypatch):
+def build_grid(monkeypatch):
     """Builds the grid of rank 0 among `size` GPUs, and returns (ranks, backend, timeout) of each of its groups."""
     cpu_bridge.prepare()
     if dist.is_initialized():
@@ -53,9 +53,9 @@ def made(monkeypatch):
         (512, {"tensor": 4, "pipeline": 2}, 1024),
     ],
 )
-def test_groups_on_gpus(made, size, parallel, sockets):
+def test_groups_on_gpus(build_grid, size, parallel, sockets):
     """Only the default group and the one for barriers have gloo: a socket per peer, and one that listens."""
-    groups = made(size, **parallel)
+    groups = build_grid(size, **parallel)
     gloo = [(ranks, timeout) for ranks, backend, timeout in groups if backend != "nccl"]
     assert gloo == [(list(range(size)), TIMEOUT + timedelta(seconds=1800))]
     assert size + sum(len(ranks) for ranks, _ in gloo) == sockets

@@ -49,17 +49,19 @@ def groups(folder: Path, moment: str) -> list[dict]:
 
 def test_curves_are_the_lines_of_metrics(folder, run):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    drawn = run["curves"]
-    assert drawn["every"] == 1
-    assert drawn["step"] == [row["step"] + 1 for row in rows]
+    curves = run["curves"]
+    assert curves["every"] == 1
+    assert curves["step"] == [row["step"] + 1 for row in rows]
     names = {name for row in rows for name in row} - {"step", "nonfinite", "time"}
-    assert set(drawn["values"]) == names | {f"time/{name}" for name in rows[0]["time"]}
+    assert set(curves["values"]) == names | {f"time/{name}" for name in rows[0]["time"]}
     for name in names:
-        assert drawn["values"][name] == [pytest.approx(v) if (v := row.get(name)) is not None else None for row in rows]
-    assert drawn["values"]["grad_norm"][1] is None  # It was NaN.
+        assert curves["values"][name] == [
+            pytest.approx(v) if (v := row.get(name)) is not None else None for row in rows
+        ]
+    assert curves["values"]["grad_norm"][1] is None  # It was NaN.
     for name in rows[0]["time"]:
-        assert drawn["values"][f"time/{name}"] == pytest.approx([row["time"][name] for row in rows])
-    assert drawn["elapsed"] == pytest.approx([5, 11, 18, 26])
+        assert curves["values"][f"time/{name}"] == pytest.approx([row["time"][name] for row in rows])
+    assert curves["elapsed"] == pytest.approx([5, 11, 18, 26])
 
 
 def test_metrics_are_explained(run):

@@ -82,10 +82,10 @@ def test_missing_values_are_gaps_and_single_points_stay_visible() -> None:
         rows[step]["reward"] = None
     del rows[6]["reward"]
     line = draw(rows).axes[REWARD].lines[0]
-    drawn = np.asarray(line.get_ydata(), dtype=float)
-    assert np.flatnonzero(np.isnan(drawn)).tolist() == [2, 4, 6]
+    values = np.asarray(line.get_ydata(), dtype=float)
+    assert np.flatnonzero(np.isnan(values)).tolist() == [2, 4, 6]
     assert {3, 5} <= set(line.get_markevery())  # type: ignore[arg-type]
-    assert drawn[3] == rows[3]["reward"]
+    assert values[3] == rows[3]["reward"]
 
 
 def errorbar_of(figure: Figure) -> tuple[list[float], list[float], list[list[float]]]:
@@ -134,8 +134,8 @@ def test_step_time_is_stacked_and_adds_up() -> None:
 def test_zeros_are_gaps_on_the_log_scale() -> None:
     rows = make_rows(3)
     rows[1]["logprob_gap_max"] = 0.0
-    drawn = line_of(draw(rows).axes[HEALTH])[1]
-    assert [math.isnan(v) for v in drawn] == [False, True, False]
+    values = line_of(draw(rows).axes[HEALTH])[1]
+    assert [math.isnan(v) for v in values] == [False, True, False]
     for row in rows:
         row["logprob_gap_max"] = 0.0
     assert texts_of(draw(rows).axes[HEALTH]) == ["exactly 0 at every step"]

@@ -18,7 +18,7 @@ LAST = LogEntry("evaluation", 4)
 ANSWERS = {"a": ["7*", "7*", "7*"], "b": ["1", "2*", "1"], "c": [None, "9", "9"]}
 
 
-def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, object]]:
+def group_rows(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, object]]:
     """Return the rollouts of a group."""
     rows = []
     for i, answer in enumerate(answers):
@@ -45,12 +45,12 @@ def run(tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     folder = run / "rollouts"
     folder.mkdir()
-    by_prompt = [made(g, p, own) for g, (p, own) in enumerate(ANSWERS.items())]
+    by_prompt = [group_rows(g, p, own) for g, (p, own) in enumerate(ANSWERS.items())]
     groups = [group(g, own, 3) for g, own in enumerate(by_prompt)]
     for moment in (LogEntry("evaluation", 0), LAST):
         write(folder, moment, groups, [r for own in by_prompt for r in own], ranks=2)
-    first = made(0, "t/0", ["1*", "1", "2"])
-    second = made(3, "t/3", ["8", "8", "8"])
+    first = group_rows(0, "t/0", ["1*", "1", "2"])
+    second = group_rows(3, "t/3", ["8", "8", "8"])
     write(folder, LogEntry("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
     return run
 
@@ -115,12 +115,12 @@ def test_one_prompt(ask):
 )
 def test_filters_and_exports(ask, tmp_path, options, left):
     """Both export formats hold the rollouts that pass, as they were recorded."""
-    wanted = [made("abc".index(s[0]), s[0], ANSWERS[s[0]])[int(s[1])] for s in left.split()]
+    expected_rows = [group_rows("abc".index(s[0]), s[0], ANSWERS[s[0]])[int(s[1])] for s in left.split()]
     for ending in ("jsonl", "parquet"):
         path = tmp_path / f"x.{ending}"
-        assert ask(*options, "--export", path) == [f"{len(wanted)} rollouts of evaluation 4 written to {path}"]
+        assert ask(*options, "--export", path) == [f"{len(expected_rows)} rollouts of evaluation 4 written to {path}"]
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
-    for line, row in zip(lines, wanted, strict=True):
+    for line, row in zip(lines, expected_rows, strict=True):
         place = {"kind": "evaluation", "number": 4, "task": "exact", "reference": "7"}
         assert line == {**place, "prompt": f"what is\n{row['prompt_id']}?", **row, "parts": {"form": 0.5}}
     assert [row | {"parts": dict(row["parts"])} for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == lines

@@ -23,12 +23,12 @@ def pool():
         yield pool
 
 
-def score(asked: list[tuple[Prompt, str]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
+def score(tasks: list[tuple[Prompt, str]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
     """Score responses that finish in reverse order. Each has one token, the index of its text.
 
-    asked: prompts and how each of their responses finishes.
+    tasks: prompts and how each of their responses finishes.
     """
-    rows: Any = [(prompt, finish) for prompt, finishes in asked for finish in finishes.split()]
+    rows: Any = [(prompt, finish) for prompt, finishes in tasks for finish in finishes.split()]
     with Scorer([prompt for prompt, _ in rows], lambda ids: texts[ids[0]], [], pool, config) as scorer:
         for i, (_, finish) in reversed(list(enumerate(rows))):
             scorer.finished(i, Rollout(0, torch.tensor([i]), torch.tensor([-1.0]), finish))
@@ -42,12 +42,12 @@ def gym(answer: str) -> Prompt:
 
 def test_rewards_with_and_without_partial_credit(pool):
     exact = Prompt("e", "?", (1,), "yes", "exact")
-    asked = [(exact, "stop length stop"), (gym("3"), "stop stop stop length")]
+    tasks = [(exact, "stop length stop"), (gym("3"), "stop stop stop length")]
     texts = ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"]
-    partial = score(asked, texts, pool, RewardConfig(extract="full", cut_off_factor=1.0))
+    partial = score(tasks, texts, pool, RewardConfig(extract="full", cut_off_factor=1.0))
     assert partial.rewards.tolist() == [1.0, 1.0, 0.0, 1.0, 0.5, 0.0, 1.0]
     assert partial.right == [True, True, False, True, False, False, True]
-    scores = score(asked, texts, pool, RewardConfig(extract="full", strict=True))
+    scores = score(tasks, texts, pool, RewardConfig(extract="full", strict=True))
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert scores.rewards.dtype == torch.float32
     assert scores.answers == ["yes", None, "no", "3", "13", None, None]
@@ -125,14 +125,14 @@ def test_cut_off_responses_are_scored_if_rewards_may_be_negative(pool, tmp_path)
     (tmp_path / "mine.py").write_text("def score(response, row): return 1 if response == row['answer'] else -1\n")
     own = Prompt("a", "?", (1,), "yes", f"{tmp_path}/mine.py:score")
     exact = Prompt("b", "?", (1,), "yes", "exact")
-    asked = [(own, "stop stop length length"), (exact, "length")]
+    tasks = [(own, "stop stop length length"), (exact, "length")]
     texts = ["yes", "no", "yes", "no", "yes"]
-    scores = score(asked, texts, pool, RewardConfig())
+    scores = score(tasks, texts, pool, RewardConfig())
     assert scores.rewards.tolist() == [1.0, -1.0, 0.0, -1.0, 0.0]
     assert scores.right == [True, False, False, False, False]
     assert (scores.counts["ok"], scores.counts["length"]) == (4, 1)
     # With strict rewards of 0 and 1, cut-off responses need no score.
-    strict = score(asked, texts, pool, RewardConfig(strict=True))
+    strict = score(tasks, texts, pool, RewardConfig(strict=True))
     assert strict.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert strict.counts["length"] == 3
 
@@ -157,20 +157,20 @@ def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool):
 
 def test_a_rollout_with_an_environment_has_its_score():
     """Check that no verifier is called, and that the answer is the text of the last turn of the model."""
-    made: list[Any] = [
+    rollouts: list[Any] = [
         ([5, 6, 2, 80, 81, 7, 8, 2], [1, 1, 1, 0, 0, 1, 1, 1], "stop", ScoreResult(1.0, "ok")),
         ([80, 5, 2, 81, 82], [0, 1, 1, 0, 0], "length", ScoreResult(1.0, "ok")),  # reward.cut_off_factor is 0
         ([9, 2], [1, 1], "stop", ScoreResult(0.0, "error", "ValueError: no")),
     ]
     no_pool: Any = None
     with Scorer([Prompt("e", "?", (1,), "none of these", "exact")], str, (2,), no_pool, RewardConfig()) as scorer:
-        for i, (ids, sampled, finish, given) in enumerate(made):
-            episode = Episode(torch.tensor(sampled).bool(), 2, score=given)
+        for i, (ids, sampled, finish, result) in enumerate(rollouts):
+            episode = Episode(torch.tensor(sampled).bool(), 2, score=result)
             scorer.finished(0, Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), finish, episode=episode))
-        scores = scorer.scores([(0, i) for i in range(len(made))])
+        scores = scorer.scores([(0, i) for i in range(len(rollouts))])
     assert scores.answers == ["[7, 8]", "[5]", "[9]"]
     assert (scores.rewards.tolist(), scores.right) == ([1.0, 0.0, 0.0], [True, False, False])
-    assert scores.results == [given for *_, given in made]
+    assert scores.results == [result for *_, result in rollouts]
     assert (scores.counts["ok"], scores.counts["error"]) == (2, 1)
     assert list(scores.raised.values()) == ["ValueError: no"]
 

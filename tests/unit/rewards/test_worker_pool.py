@@ -194,8 +194,8 @@ def test_close_ends_the_workers_and_fails_missing_scores():
 def test_workers_outlive_the_thread_that_made_the_pool():
     """On Linux a worker dies with the thread that started it."""
     with ThreadPoolExecutor(1) as thread:
-        made = thread.submit(RewardPool, 1, 20.0, MAKE).result()
-    with made as pool:
+        new_pool = thread.submit(RewardPool, 1, 20.0, MAKE).result()
+    with new_pool as pool:
         assert pool.score(ask("echo", "0.5")) == [ScoreResult(0.5, "ok")]
         assert pool.stats.restarts == 0
 

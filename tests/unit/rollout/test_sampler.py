@@ -75,12 +75,12 @@ def test_requests_are_runs_of_consecutive_rollouts():
     groups = [PromptGroup(p, step, 0) for step, p in enumerate(fakes.prompts(3))]
     slots = [(0, 3), (0, 40), (0, 41), (1, 42), (1, 43), (2, 0)]
     begun = {slot: Rollout(slot[1], torch.arange(3), torch.zeros(3), "cut", ((0, 3),)) for slot in slots[:3]}
-    asked, numbers = requests(slots, groups, begun, seed=5)
+    step_requests, numbers = requests(slots, groups, begun, seed=5)
     assert numbers == [0, 0, 1, 2]
-    assert [(r.first, r.n) for r in asked] == [(3, 1), (40, 2), (42, 2), (0, 1)]
-    assert [r.prompt.id for r in asked] == ["p/0", "p/0", "p/1", "p/2"]
-    assert [r.key for r in asked] == [stream_key(5, step, f"p/{step}") for step in (0, 0, 1, 2)]
-    assert [[b.index for b in r.begun] for r in asked] == [[3], [40, 41], [], []]
+    assert [(r.first, r.n) for r in step_requests] == [(3, 1), (40, 2), (42, 2), (0, 1)]
+    assert [r.prompt.id for r in step_requests] == ["p/0", "p/0", "p/1", "p/2"]
+    assert [r.key for r in step_requests] == [stream_key(5, step, f"p/{step}") for step in (0, 0, 1, 2)]
+    assert [[b.index for b in r.begun] for r in step_requests] == [[3], [40, 41], [], []]
 
 
 def plain(row):
@@ -105,9 +105,9 @@ def test_rollouts_become_tensors_and_back_bit_for_bit():
     rows[0], rows[2] = (replace(row, score=half) for row in (rows[0], rows[2]))
     episodes = (Episode(torch.tensor([True, False, True]), 2, 1, 1, half), Episode(torch.zeros(0) > 0, 0), None, None)
     turns = [replace(r, rollout=replace(r.rollout, episode=e)) for r, e in zip(rows, episodes, strict=True)]
-    drawn = [torch.randint(0, 300, (4 + i, 3, 2), dtype=torch.int16, generator=g) for i in range(4)]
+    routes = [torch.randint(0, 300, (4 + i, 3, 2), dtype=torch.int16, generator=g) for i in range(4)]
     with_routes = [
-        replace(row, rollout=replace(row.rollout, routes=None if i == 1 else drawn[i])) for i, row in enumerate(rows)
+        replace(row, rollout=replace(row.rollout, routes=None if i == 1 else routes[i])) for i, row in enumerate(rows)
     ]
     for sent in (rows, turns, with_routes, []):
         back = rollouts_from_tensors(load(save(rollouts_to_tensors(sent))))
@@ -170,12 +170,12 @@ def supplied(waiting, groups, seed=3):
     """Return a supply and the list that collects the groups of its requests."""
     numbers = []
 
-    def asked(slots):
-        made, of = requests(slots, groups, {}, seed)
-        numbers.extend(of)
-        return made
+    def new_requests(slots):
+        batch, group_numbers = requests(slots, groups, {}, seed)
+        numbers.extend(group_numbers)
+        return batch
 
-    return SlotSupply(waiting, asked, 80, 9), numbers
+    return SlotSupply(waiting, new_requests, 80, 9), numbers
 
 
 def test_other_ranks_sample_the_rest_of_an_abandoned_engine(capfd):
@@ -197,8 +197,8 @@ def test_other_ranks_sample_the_rest_of_an_abandoned_engine(capfd):
     assert len(by_slot) == len(results) == 5 * 16 - 1  # only the hanging rollout is lost
     for (group, sibling), rollout in by_slot.items():
         (request,), _ = requests([(group, sibling)], GROUPS, {}, 3)
-        (drawn,) = fakes.draws(request.key, [sibling], 12)
-        assert rollout.token_ids.tolist() == drawn[: len(rollout.token_ids)]
+        (tokens,) = fakes.draws(request.key, [sibling], 12)
+        assert rollout.token_ids.tolist() == tokens[: len(rollout.token_ids)]
 
 
 def test_cancelled_engine_gets_no_more_requests():

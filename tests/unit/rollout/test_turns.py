@@ -55,7 +55,7 @@ class Pool:
 
     delay: int = 0
     answer: Any = answer  # None: the environment does not reply
-    asked: int = 0
+    polls: int = 0
     held: list[Any] = field(default_factory=list)
     steps: dict[int, list[tuple[str, bool]]] = field(default_factory=dict)  # of each episode
     ended: list[int] = field(default_factory=list)
@@ -73,22 +73,22 @@ class Pool:
     def end(self, episode):
         self.ended.append(episode)
 
-    def hold(self, reply, given):
-        self.held += [(reply, given)] if given else []
+    def hold(self, reply, outcome):
+        self.held += [(reply, outcome)] if outcome else []
         if not self.delay:
             self.deliver()
 
     def deliver(self):
         while self.held:
-            reply, given = self.held.pop()
-            reply(given)
+            reply, outcome = self.held.pop()
+            reply(outcome)
 
     def finished(self, request, rollout):
         assert rollout.finish != "cut"
 
     def cancelled(self):
-        self.asked += 1
-        if self.delay and self.asked % self.delay == 0:
+        self.polls += 1
+        if self.delay and self.polls % self.delay == 0:
             self.deliver()
         return False
 
@@ -97,12 +97,12 @@ def requests(n=6, lengths=(3, 60, 9, 62)):
     return [Request(replace(p, verifier=ENVIRONMENT), stream_key(0, 4, p.id), n) for p in prompts(lengths)]
 
 
-def sample(model, pool, asked=None, sampling=SAMPLING, supply=None, max_rows=1000, pages=0, texts=TEXTS, **config):
+def sample(model, pool, batch=None, sampling=SAMPLING, supply=None, max_rows=1000, pages=0, texts=TEXTS, **config):
     """Return the rollouts of all requests in one list."""
     memory = pages * page_bytes(read_shape(model[0]), torch.float32)
     inner = make_engine(*model, max_rows, memory=memory, decode=texts[0])
     engine = TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), *texts)
-    return [r for group in engine.generate(asked or requests(), sampling, pool, supply) for r in group]
+    return [r for group in engine.generate(batch or requests(), sampling, pool, supply) for r in group]
 
 
 def facts(rollout):
@@ -142,10 +142,12 @@ def played(model, prompt, sampling, max_turns):
 @pytest.mark.parametrize("max_turns", [8, 3])
 def test_greedy_turns_equal_transformers(model, max_turns):
     greedy = replace(SAMPLING, temperature=0.0)
-    asked = requests(1, range(1, 30))
+    prompt_requests = requests(1, range(1, 30))
     pool = Pool()
-    sampled = [facts(r) for r in sample(model, pool, asked, greedy, max_turns=max_turns)]
-    expected, steps = zip(*(played(model[1], request.prompt, greedy, max_turns) for request in asked), strict=True)
+    sampled = [facts(r) for r in sample(model, pool, prompt_requests, greedy, max_turns=max_turns)]
+    expected, steps = zip(
+        *(played(model[1], request.prompt, greedy, max_turns) for request in prompt_requests), strict=True
+    )
     assert sampled == list(expected)
     assert list(pool.steps.values()) == list(steps)
     assert len({(finish, turns) for _, finish, turns, *_ in expected}) >= 2
@@ -236,11 +238,11 @@ def test_prompts_of_another_verifier_are_sampled_in_one_turn(model):
 
 def test_a_turn_after_a_think_tag_begins_in_a_thought(model):
     """The tag is the last token of the prompt of p0, which has no observation, and 14, that of p1's observation."""
-    asked = requests(1)
-    tags = {asked[0].prompt.token_ids[-1], 14}
+    prompt_requests = requests(1)
+    tags = {prompt_requests[0].prompt.token_ids[-1], 14}
     pool = Pool(answer=lambda text, last: Reply((), done=True, score=ScoreResult(0.0, "ok")))
     decode = lambda ids: "<think>\n" if len(ids) and int(ids[-1]) in tags else text_of(ids)  # noqa: E731
-    sample(model, pool, asked, texts=(decode, tokens_of))
+    sample(model, pool, prompt_requests, texts=(decode, tokens_of))
     assert sorted(pool.in_thought) == [False, False, True, True]
 
 

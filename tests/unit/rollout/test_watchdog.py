@@ -33,9 +33,9 @@ def test_engine_within_the_limit_logs_nothing(capfd):
     assert result.late == 0
     for request, rollouts in zip(REQUESTS, result.rollouts, strict=True):
         for rollout in rollouts:
-            (drawn,) = fakes.draws(request.key, [rollout.index], 12)
-            end = drawn.index(fakes.STOP) + 1 if fakes.STOP in drawn else 12
-            assert rollout.token_ids.tolist() == drawn[:end]
+            (tokens,) = fakes.draws(request.key, [rollout.index], 12)
+            end = tokens.index(fakes.STOP) + 1 if fakes.STOP in tokens else 12
+            assert rollout.token_ids.tolist() == tokens[:end]
     assert capfd.readouterr().err == ""
 
 

@@ -31,14 +31,14 @@ def first_order(p, weights, correct, n):
 def test_theorem_1_is_exact_on_2000_random_cases():
     for seed in range(2000):
         _, p, counts, correct, rewards = random_case(seed)
-        drawn, n = counts > 0, counts.sum()
-        a, b = p * (drawn & correct), p * (drawn & ~correct)
-        u_pos, u_neg = p * (~drawn & correct), p * (~drawn & ~correct)
+        is_sampled, n = counts > 0, counts.sum()
+        a, b = p * (is_sampled & correct), p * (is_sampled & ~correct)
+        u_pos, u_neg = p * (~is_sampled & correct), p * (~is_sampled & ~correct)
         q_pos, q_neg = a.sum() + u_pos.sum(), b.sum() + u_neg.sum()
         right, wrong = rewards[correct][0], rewards[~correct][0]
         s_r = right * a.sum() + wrong * b.sum()
         terms = [(right - s_r) * q_neg * (a @ a), (s_r - wrong) * q_pos * (b @ b)]
         assert min(terms) >= 0
         terms.append(s_r * (q_pos * (u_neg @ u_neg) - q_neg * (u_pos @ u_pos)))
-        expected = first_order(p, rewards * drawn, correct, n)
+        expected = first_order(p, rewards * is_sampled, correct, n)
         assert float(sum(terms) / n) == pytest.approx(float(expected), rel=1e-12)

@@ -93,15 +93,15 @@ def test_every_shared_token_once(seed, environment):
     count = Counter(places.values())
     shared = [place for place, prefix in sorted(places.items()) if count[prefix] >= 2 and sampled[place]]
     middles = (torch.arange(len(shared)).double() + 0.5) / len(shared)
-    drawn = draw_positions(tokens, middles, sampled if environment else None)
-    assert drawn.shared == len(shared) > 0
-    assert list(zip(drawn.sibling.tolist(), drawn.depth.tolist(), strict=True)) == shared
+    positions = draw_positions(tokens, middles, sampled if environment else None)
+    assert positions.shared == len(shared) > 0
+    assert list(zip(positions.sibling.tolist(), positions.depth.tolist(), strict=True)) == shared
     for k, place in enumerate(shared):
         there = {i for (i, t), prefix in places.items() if (t, prefix) == (place[1], places[place])}
-        assert set(drawn.together[k].nonzero().flatten().tolist()) == there
+        assert set(positions.together[k].nonzero().flatten().tolist()) == there
 
 
 def test_siblings_that_share_nothing():
     for tokens in (torch.full((3, 4), -1), torch.tensor([[5, 6], [-1, -1]])):
-        drawn = draw_positions(tokens, torch.tensor([0.1, 0.9]).double())
-        assert (drawn.shared, len(drawn.depth)) == (0, 0)
+        positions = draw_positions(tokens, torch.tensor([0.1, 0.9]).double())
+        assert (positions.shared, len(positions.depth)) == (0, 0)

@@ -25,7 +25,7 @@ HELD = [2, 4, 8, 16, 32]
 
 
 @pytest.fixture(scope="module")
-def drawn():
+def policy_groups():
     """Draw [REPETITIONS] lists of groups, N siblings each."""
     rng = np.random.default_rng(100)
     return [[(x := rng.choice(len(p), size=N, p=p), right[x]) for p, right in POLICIES] for _ in range(REPETITIONS)]
@@ -36,9 +36,9 @@ def expected(p: np.ndarray, tokens: np.ndarray, power: int, n: int) -> float:
     return float((p[tokens] ** power * (1 - p[tokens]) ** n).sum())
 
 
-def test_hold_out_on_a_known_policy(drawn):
+def test_hold_out_on_a_known_policy(policy_groups):
     """Estimates are unbiased within 3 standard errors of 200 repetitions; 95% intervals cover at least 93%."""
-    curves = [hold_out(groups, HELD) for groups in drawn]
+    curves = [hold_out(groups, HELD) for groups in policy_groups]
     for i, held in enumerate(HELD):
         m = N - held
         truths = [(expected(p, p > 0, 1, m), expected(p, r, 2, m), expected(p, ~r, 2, m)) for p, r in POLICIES]
@@ -102,10 +102,10 @@ def test_hold_out_is_the_average_over_all_splits():
         assert curve["u_neg2"][0][i] == pytest.approx(np.mean(neg), rel=1e-12, abs=1e-15)
 
 
-def test_hold_out_refuses_impossible_numbers(drawn):
+def test_hold_out_refuses_impossible_numbers(policy_groups):
     for held in ([1], [N], []):
         with pytest.raises(ValueError, match="hold_out"):
-            hold_out(drawn[0], held)
+            hold_out(policy_groups[0], held)
 
 
 def test_equal_weights_give_the_interval_of_garwood():

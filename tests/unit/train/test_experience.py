@@ -37,8 +37,8 @@ def test_kl_in_the_reward(replicas, ops, kind):
     raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(EARNED, kl, strict=True)]
     flat = [a for row in raw for a in row]
     mean, std = (0.0, 1.0) if kind in ("grpo", "maxrl") else (statistics.fmean(flat), statistics.pstdev(flat))
-    for mine, row in zip(advantages, raw, strict=True):
-        assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
+    for advantage_row, row in zip(advantages, raw, strict=True):
+        assert advantage_row.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
     assert (returns is None) == (kind != "gae")
 
 
@@ -93,8 +93,8 @@ def test_rollout_advantages(ops, kind):
         table = rollout_advantages(outcomes(), GROUPS, kl, ops)
         assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
         expected = [[(x - mean) / std for x in row] for row in expected]
-    for row, rewards, want in zip(advantages.tolist(), REWARDS, expected, strict=True):
-        of_survivors = iter(want)
+    for row, rewards, expected_row in zip(advantages.tolist(), REWARDS, expected, strict=True):
+        of_survivors = iter(expected_row)
         assert row == pytest.approx([0.0 if r is None else next(of_survivors) for r in rewards], abs=1e-6, rel=1e-5)
 
 

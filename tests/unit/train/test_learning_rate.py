@@ -99,8 +99,10 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     monkeypatch.setattr("megatron_brorl.train.sft.WARMUP_STEPS", 1)
     config = SftConfig(steps=5, examples_per_step=4, lr=1e-3)
     optim = sft_optim(config, OptimConfig(lr=7.0, lr_schedule="linear", min_lr_ratio=0.5))
-    given = [*(Demonstration(ids, tuple(char == "1" for char in mask)) for ids, mask in RESPONSES[:-1]), None]
-    prompts = [replace(p, answer="7", demonstration=own) for p, own in zip(fakes.prompts(4), given, strict=True)]
+    demonstrations = [*(Demonstration(ids, tuple(char == "1" for char in mask)) for ids, mask in RESPONSES[:-1]), None]
+    prompts = [
+        replace(p, answer="7", demonstration=own) for p, own in zip(fakes.prompts(4), demonstrations, strict=True)
+    ]
     source = SimpleNamespace(prompts=lambda _start, _count: prompts)
     rows = []
     writer = SimpleNamespace(write=lambda _step, metrics, _seconds: rows.append(metrics))

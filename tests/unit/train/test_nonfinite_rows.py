@@ -39,8 +39,8 @@ def trainer_of(model, processes, changes, nonfinite=None):
 
 def token_of_few(groups):
     """Return a token that no prompt has, and the rows in which the model reads it (a last token is only predicted)."""
-    asked = {token for prompt, _, _ in groups for token in prompt.token_ids}
-    for token in set(range(3, tiny.VOCAB)) - asked:
+    prompt_tokens = {token for prompt, _, _ in groups for token in prompt.token_ids}
+    for token in set(range(3, tiny.VOCAB)) - prompt_tokens:
         rows = {(p.id, i) for p, siblings, _ in groups for i, row in enumerate(siblings) if token in row[:-1]}
         if 3 <= len(rows) <= 6 and len({name for name, _ in rows}) > 1:
             return token, rows
@@ -122,9 +122,9 @@ def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
     weights = dict(second.models.actor.hf_tensors())
     assert all(torch.equal(weights[name], tensor) for name, tensor in first.models.actor.hf_tensors())
     if critic:
-        wanted = value_loss(left_out)
-        assert values["value_loss"] == pytest.approx(wanted, rel=1e-6)
-        assert values["return_mean"] == pytest.approx(2 * wanted, rel=1e-6)
+        expected_loss = value_loss(left_out)
+        assert values["value_loss"] == pytest.approx(expected_loss, rel=1e-6)
+        assert values["return_mean"] == pytest.approx(2 * expected_loss, rel=1e-6)
         assert (values["critic_updates"], values["critic_updates_skipped"]) == (1, 0)
 
 

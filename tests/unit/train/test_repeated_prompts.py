@@ -30,20 +30,20 @@ def test_groups_of_a_run_have_distinct_random_streams(rows, prompts):
     repeats = 0
     for seed in range(20):
         source = FileSource(fakes.prompts(rows), seed)
-        drawn = []
+        responses = []
         for step in range(3 * rows // prompts + 3):
             taken = source.prompts(step * prompts, prompts)
-            asked, _ = requests([(g, 0) for g in range(prompts)], make_groups(taken, step), {}, seed)
-            assert [r.prompt for r in asked] == taken
+            step_requests, _ = requests([(g, 0) for g in range(prompts)], make_groups(taken, step), {}, seed)
+            assert [r.prompt for r in step_requests] == taken
             ids = set()
-            for request in asked:
+            for request in step_requests:
                 # The stream of a prompt that does not repeat has no occurrence in its key.
                 plain = stream_key(seed, step, request.prompt.id)
                 assert (request.key == plain) == (request.prompt.id not in ids)
                 ids.add(request.prompt.id)
-                drawn += map(tuple, fakes.draws(request.key, range(2), TOKENS))
+                responses += map(tuple, fakes.draws(request.key, range(2), TOKENS))
             repeats += prompts - len(ids)
-        assert len(set(drawn)) == len(drawn)
+        assert len(set(responses)) == len(responses)
     assert repeats >= 5
 
 

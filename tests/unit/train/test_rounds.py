@@ -23,8 +23,8 @@ def test_round_size_is_the_smallest_number_that_satisfies_the_inequality(missing
 
 
 def test_bounds_and_unknown_kept_share():
-    known = SourcePosition(recent_prompts=100, recent_kept=62)
+    position = SourcePosition(recent_prompts=100, recent_kept=62)
     assert round_size(128, SourcePosition(), CONFIG) == 128
     assert round_size(128, SourcePosition(recent_prompts=10, recent_kept=0), CONFIG) == 512
-    assert round_size(0, known, CONFIG) == round_size(-3, known, CONFIG) == 1
-    assert round_size(3, known, RolloutConfig(prompts=128)) == 128
+    assert round_size(0, position, CONFIG) == round_size(-3, position, CONFIG) == 1
+    assert round_size(3, position, RolloutConfig(prompts=128)) == 128

@@ -59,14 +59,14 @@ def test_only_the_last_save_is_waited_for(processes, model, tmp_path, writes):
 
 def test_stop_waits_for_the_background_save_and_saves(processes, model, tmp_path, writes):
     """Stop after the second step, while the first step's checkpoint is still being written."""
-    asked = threading.Event()
-    writes.before[1] = asked.wait
+    stop_requested = threading.Event()
+    writes.before[1] = stop_requested.wait
     trainer = trainer_of(model, processes, tmp_path, steps=9)
 
     def stop():
         if trainer.state.step == 2:
-            asked.set()
-        return asked.is_set()
+            stop_requested.set()
+        return stop_requested.is_set()
 
     assert not trainer.run(None, fakes.Notes(), stop)
     assert writes.saves == [(1, False), (2, True)]

@@ -61,7 +61,7 @@ class Clocked(fakes.Engine):
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch):
+def register_verifier(monkeypatch):
     monkeypatch.setitem(registry.ENTRIES, "logged", registry.ENTRIES["exact"])
 
 

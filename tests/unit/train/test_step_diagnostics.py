@@ -37,7 +37,7 @@ def step(processes, model):
         return trainer.train_step()[0]
 
 
-def drawn(prompt):
+def sampled_responses(prompt):
     """Return responses with their stop token, and whether they are right."""
     rows = responses(3, prompt, N, TOKENS)
     return rows, np.array([right(row) == 1 for row in rows])
@@ -90,7 +90,7 @@ def by_hand(model):
     weights = []
     tokens = 0
     for prompt, numbers in zip(chosen(), us, strict=True):
-        rows, are_right = drawn(prompt)
+        rows, are_right = sampled_responses(prompt)
         tokens += sum(map(len, rows))
         holders = {}
         for i, row in enumerate(rows):
@@ -160,7 +160,7 @@ def test_answers(step):
     singles = []
     pairs = []
     for prompt in fakes.prompts(3):
-        rows, _ = drawn(prompt)
+        rows, _ = sampled_responses(prompt)
         answers = [tuple(row[:-1]) if row[-1] == fakes.STOP else None for row in rows]
         times = np.array([answers.count(a) for a in set(answers)])
         distinct.append(len(times))

@@ -24,7 +24,7 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
     experiences = []
     train = update.update_policy
     monkeypatch.setattr(
-        update, "update_policy", lambda worker, made, *rest: experiences.append(made) or train(worker, made, *rest)
+        update, "update_policy", lambda worker, batch, *rest: experiences.append(batch) or train(worker, batch, *rest)
     )
     began = {}
     taken = [0]  # optimizer steps before each step
@@ -35,25 +35,25 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
             began |= {(prompt.token_ids, tuple(row)): step for row in rows}
         model[1].load_state_dict(dict(trainer.models.actor.hf_tensors()), strict=False)
         values, _ = trainer.train_step()
-        made = experiences.pop()
-        assert values["updates"] == (updates if len(made) else 0)
+        experience = experiences.pop()
+        assert values["updates"] == (updates if len(experience) else 0)
         taken.append(taken[-1] + int(values["updates"]))
         terms = 0.0
-        for i, (prompt, row) in enumerate(zip(made.prompts, made.responses, strict=True)):
+        for i, (prompt, row) in enumerate(zip(experience.prompts, experience.responses, strict=True)):
             born = began[tuple(prompt.tolist()), tuple(row.tolist())]
             versions = [taken[born + position // BUDGET] for position in range(len(row))]
             sampled = torch.tensor([fakes.log_prob(t, v) for t, v in zip(row.tolist(), versions, strict=True)])
-            assert torch.equal(made.rollout_log_probs[i], sampled)
+            assert torch.equal(experience.rollout_log_probs[i], sampled)
             stale += versions[0] < taken[step]
             current = tiny.log_probs(model[1], prompt, row)
             if updates > 1:
-                torch.testing.assert_close(made.old_log_probs[i], current, atol=1e-4, rtol=0)
+                torch.testing.assert_close(experience.old_log_probs[i], current, atol=1e-4, rtol=0)
             weight = (current - sampled).exp()
             capped += int((weight > config.algo.is_cap).sum())
-            terms -= float((weight.clamp(max=config.algo.is_cap) * made.advantages[i]).double().sum())
-        if updates == 1 and len(made):
-            assert made.old_log_probs is None  # the actor's current ones, without gradient
-            tokens = sum(map(len, made.responses))
+            terms -= float((weight.clamp(max=config.algo.is_cap) * experience.advantages[i]).double().sum())
+        if updates == 1 and len(experience):
+            assert experience.old_log_probs is None  # the actor's current ones, without gradient
+            tokens = sum(map(len, experience.responses))
             assert values["trained_tokens"] == tokens
             assert values["loss"] == pytest.approx(terms / tokens, rel=1e-4, abs=1e-6)
     assert stale > 50
@@ -73,9 +73,9 @@ def test_rollouts_cut_by_the_watchdog_continue(processes, model):
         assert values["lost_share"] == 0
         assert values["carried_rollouts"] == (1 if step < 2 else 0)
         assert values["rollouts"] == {0: N, 1: 2 * N, 2: 3 * N}[step]  # the prompt of step 0 closes in step 2
-        asked = [(r.prompt.id, r.first, r.n, [b.index for b in r.begun]) for r in engine.calls[-1]]
+        requested = [(r.prompt.id, r.first, r.n, [b.index for b in r.begun]) for r in engine.calls[-1]]
         new = [(p.id, 0, N, []) for p in fakes.prompts(PROMPTS, PROMPTS * step)]
-        assert asked == ([("p/1", 5, 1, [5])] if step else []) + new
+        assert requested == ([("p/1", 5, 1, [5])] if step else []) + new
     assert not trainer.state.carried.groups
 
 

@@ -33,7 +33,7 @@ BATCHES = {
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch):
+def register_verifiers(monkeypatch):
     """Register the verifiers, because the trainer looks up how they extract answers."""
     for name in (*RULES, "nonsense"):
         monkeypatch.setitem(registry.ENTRIES, name, registry.ENTRIES["exact"])

@@ -59,14 +59,14 @@ def model():
         num_key_value_heads=4,
         tie_word_embeddings=False,
     )
-    made = Qwen2ForCausalLM(config).eval()
+    hf_model = Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
-        for name, p in made.named_parameters():
+        for name, p in hf_model.named_parameters():
             if p.dim() == 2:
                 p.normal_(0, 1.5 / p.shape[1] ** 0.5)
             if "lm_head" in name:
                 p.mul_(3)
-    return made
+    return hf_model
 
 
 def wrong_layer(m):

@@ -21,13 +21,13 @@ class Recorded:
     usual: ClassVar[dict[str, Any]] = {}  # defaults that are not None
     refusal: ClassVar[type[Exception]] = ValueError
 
-    def __init__(self, **given: Any) -> None:
-        known = LISTING["signatures"][type(self).__name__][1:]
-        unknown = sorted(given.keys() - set(known))
+    def __init__(self, **options: Any) -> None:
+        parameters = LISTING["signatures"][type(self).__name__][1:]
+        unknown = sorted(options.keys() - set(parameters))
         if unknown:
             raise self.refusal(f"{type(self).__name__} has no argument {', '.join(unknown)}")
-        for name in known:
-            setattr(self, name, given.get(name, self.usual.get(name)))
+        for name in parameters:
+            setattr(self, name, options.get(name, self.usual.get(name)))
         self.check()
 
     def __repr__(self) -> str:

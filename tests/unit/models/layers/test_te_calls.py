@@ -65,12 +65,17 @@ def test_every_call_fits_its_signature():
 def test_boundaries_of_segments_are_made_once():
     """Three segments of 4 tokens and one of 7, counted by hand."""
     segments = Segments(groups=(PackedGroup(0, ((3, 4), (1, 7))),))
-    made = segments.variable_length
-    for boundaries in (made.cu_seqlens_q, made.cu_seqlens_kv, made.cu_seqlens_q_padded, made.cu_seqlens_kv_padded):
+    params = segments.variable_length
+    for boundaries in (
+        params.cu_seqlens_q,
+        params.cu_seqlens_kv,
+        params.cu_seqlens_q_padded,
+        params.cu_seqlens_kv_padded,
+    ):
         assert boundaries.dtype == torch.int32
         assert boundaries.tolist() == [0, 4, 8, 12, 19]
-    assert (made.max_seqlen_q, made.max_seqlen_kv, made.qkv_format) == (7, 7, "thd")
-    assert segments.variable_length is made
+    assert (params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format) == (7, 7, "thd")
+    assert segments.variable_length is params
 
 
 def test_attention_call_fits_megatrons_wrapper():
@@ -82,9 +87,9 @@ def test_attention_call_fits_megatrons_wrapper():
     cls = next(n for n in SOURCE.body if isinstance(n, ast.ClassDef) and n.name == "PackedTeAttention")
     calls = [n for n in ast.walk(cls) if isinstance(n, ast.Call) and ast.unparse(n.func) == "super().forward"]
     assert len(calls) == 1
-    given = {k.arg for k in calls[0].keywords if k.arg}
-    assert given == {"packed_seq_params"}
-    assert given <= set(names)
+    keywords = {k.arg for k in calls[0].keywords if k.arg}
+    assert keywords == {"packed_seq_params"}
+    assert keywords <= set(names)
 
 
 def test_fused_rotation_gets_the_angle_of_every_token(processes, tmp_path, monkeypatch):

@@ -68,10 +68,10 @@ def children() -> set[str]:
             continue
         if not fields["State"].strip().startswith("Z") or int(fields["PPid"]) == os.getpid():
             parents[path.parent.name] = fields["PPid"].strip()
-    mine = {str(os.getpid())}
-    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
-        mine |= more
-    return mine - {str(os.getpid())}
+    pids = {str(os.getpid())}
+    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids - {str(os.getpid())}
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ def reward(response, to):
 
 @pytest.mark.parametrize("dress", DRESSES)
 def test_letters_are_read_in_any_notation(dress):
-    for given, right in itertools.product("ABCDJ", repeat=2):
-        assert reward(dress.format(given), row(right)) == (given == right)
-        assert reward(dress.format(given), row(f"({right.lower()})")) == (given == right)
+    for choice, right in itertools.product("ABCDJ", repeat=2):
+        assert reward(dress.format(choice), row(right)) == (choice == right)
+        assert reward(dress.format(choice), row(f"({right.lower()})")) == (choice == right)
 
 
 def test_small_letters_count_in_brackets_or_on_their_own():

@@ -45,12 +45,12 @@ ENDS = [
 @pytest.mark.parametrize(("end", "tags", "right", "wrong"), ENDS, ids=[end for end, *_ in ENDS])
 def test_prompt_may_end_inside_the_form(end, tags, right, wrong):
     for before in ("", "What is 2 + 2? ", "Write <think>a</think><answer>b</answer>. <|im_start|>"):
-        asked = row(prompt=before + end, **({"format_tags": tags} if tags else {}))
+        task = row(prompt=before + end, **({"format_tags": tags} if tags else {}))
         if end == "" and before:
             continue
         for text in right:
-            assert verify(skeleton(text), asked) == Score(1.0), (before, text)
+            assert verify(skeleton(text), task) == Score(1.0), (before, text)
         for text in wrong:
-            score = verify(skeleton(text), asked)
+            score = verify(skeleton(text), task)
             assert score.reward == 0, (before, text)
             assert score.reason

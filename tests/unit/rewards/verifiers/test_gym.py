@@ -54,9 +54,9 @@ def test_allowed_scorers_neither_execute_nor_overpay_answers(name, tmp_path, cap
     # The board of another item may also solve this one.
     others = [str(item(name, index)["answer"]) for index in (1, 2)] if name != "n_queens" else []
     for text in ("nan", "-inf", "", " ", "banana", "[]", "{}", "None", "9" * 4000, "1e99999999", *others):
-        given = score(name, text, entry)
+        result = score(name, text, entry)
         same = text.strip() == oracle or _number(text) == _number(oracle) is not None
-        assert same or given is None or given <= gym.PARTIAL_CREDIT_CAP, text
+        assert same or result is None or result <= gym.PARTIAL_CREDIT_CAP, text
     source = inspect.getsource(DATASETS[name][0].score_answer)
     assert name in gym.EXECUTING or not re.search(r"\b(eval|exec|parse_expr|sympify|literal_eval|compile)\(", source)
     capfd.readouterr()  # some scorers print

@@ -71,7 +71,7 @@ REFUSED = {
         (row(source_dataset="bitwise_arithmetic", entry=CODE), "metadata.entry.metadata.problem = "),
     ],
     "ifeval": [
-        *((row(instruction_id_list=[kind], kwargs=[given]), named) for kind, given, named in INSTRUCTIONS),
+        *((row(instruction_id_list=[kind], kwargs=[kwargs]), named) for kind, kwargs, named in INSTRUCTIONS),
         (row(), "metadata.instruction_id_list"),
         (row(instruction_id_list=[NO_COMMA]), "metadata.kwargs, a list of 1 objects"),
         (row(instruction_id_list=[NO_COMMA] * 17), "at most 16"),
@@ -90,10 +90,12 @@ USABLE = {
 }
 
 
-@pytest.mark.parametrize(("verifier", "given", "named"), [(v, *case) for v, cases in REFUSED.items() for case in cases])
-def test_unusable_rows_are_refused(verifier, given, named):
+@pytest.mark.parametrize(
+    ("verifier", "refused_row", "named"), [(v, *case) for v, cases in REFUSED.items() for case in cases]
+)
+def test_unusable_rows_are_refused(verifier, refused_row, named):
     with pytest.raises(UserError, match=rf"^f\.jsonl:1: [^\n]*{named}[^\n]*$"):
-        registry.entry(verifier, "verifier").check_row(given, "f.jsonl:1")
+        registry.entry(verifier, "verifier").check_row(refused_row, "f.jsonl:1")
 
 
 @pytest.mark.parametrize("verifier", USABLE)

@@ -44,15 +44,15 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
     hits = 0
     for _ in range(600):
         prompt = branching(draw, draw.choice(COUNTS))
-        before = {p for _, given in held for p in given.tolist()}
+        before = {p for _, prompt_pages in held for p in prompt_pages.tolist()}
         if pool.free >= prefixes.pages_needed(prompt) and draw.random() < 0.6:
             free = pool.free - prefixes.pages_needed(prompt)
-            given, cached_tokens = prefixes.add(prompt)
+            prompt_pages, cached_tokens = prefixes.add(prompt)
             assert pool.free == free
-            assert len(given) == pages_for(len(prompt)) == len(set(given.tolist()))
+            assert len(prompt_pages) == pages_for(len(prompt)) == len(set(prompt_pages.tolist()))
             assert cached_tokens % BLOCK == 0
             assert cached_tokens < len(prompt)
-            page = given.tolist()
+            page = prompt_pages.tolist()
             for i in range(cached_tokens // 16):
                 assert written[page[i]] == prompt[: 16 * (i + 1)]
             # Only pages of no other prompt are written.
@@ -62,12 +62,12 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
             entered = {p[:n] for p, _ in held for n in range(0, len(p), BLOCK)}
             assert cached_tokens == max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
             hits += cached_tokens > 0
-            held.append((prompt, given))
+            held.append((prompt, prompt_pages))
         elif held:
             prefixes.remove(*held.pop(draw.randrange(len(held))))
     assert hits > 50
-    for prompt, given in held:
-        prefixes.remove(prompt, given)
+    for prompt, prompt_pages in held:
+        prefixes.remove(prompt, prompt_pages)
     assert pool.free == pages
     assert sorted(pool.allocate(pages).tolist()) == list(range(pages))  # each once
 
@@ -88,15 +88,15 @@ def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, ro
     """For prompts that start together or later than others, also with few queries at a time."""
     monkeypatch.setattr(decoder, "QUERIES", queries)
     model = tmp_path, tiny.make_model(tmp_path, *family)
-    asked = instruction((150, 170, 131, 215, 140), 130)
+    prompts = instruction((150, 170, 131, 215, 140), 130)
     engine = make_engine(*model, rows, fused_decode.sample_tokens)
-    groups = engine.generate([Request(p, 5, 4) for p in asked], replace(SAMPLING, max_tokens=12, stop_ids=(2,)))
+    groups = engine.generate([Request(p, 5, 4) for p in prompts], replace(SAMPLING, max_tokens=12, stop_ids=(2,)))
     usage = engine.kv_usage()
     # Two blocks are computed once, and the rest of a prompt once for its four rollouts.
-    shared = usage.cached_prompt_tokens - sum(3 * len(p.token_ids) for p in asked)
+    shared = usage.cached_prompt_tokens - sum(3 * len(p.token_ids) for p in prompts)
     # With three rows a prompt may start when no other is in memory.
     assert shared == 4 * 2 * BLOCK if rows == 64 else 3 * 2 * BLOCK <= shared <= 4 * 2 * BLOCK
-    for prompt, group in zip(asked, groups, strict=True):
+    for prompt, group in zip(prompts, groups, strict=True):
         for rollout in group:
             expected = tiny.log_probs(model[1], prompt.token_ids, rollout.token_ids)
             torch.testing.assert_close(rollout.log_probs, expected, atol=2e-4, rtol=0)
@@ -104,14 +104,14 @@ def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, ro
 
 def test_continued_rollouts_reuse_the_shared_prefix(model):
     """Rollouts cut after 5 tokens continue with the greedy tokens of an uncut call and reuse the shared prefix."""
-    asked = instruction((140, 150), 128)
+    prompts = instruction((140, 150), 128)
     engine = make_engine(*model, 64, fused_decode.sample_tokens)
     greedy = replace(SAMPLING, temperature=0.0)
-    whole = engine.generate([Request(p, 1, 1) for p in asked], greedy)
-    cut = engine.generate([Request(p, 1, 1) for p in asked], replace(greedy, tokens_per_call=5))
-    on = engine.generate([Request(p, 1, 1, 0, (r,)) for p, (r,) in zip(asked, cut, strict=True)], greedy)
+    whole = engine.generate([Request(p, 1, 1) for p in prompts], greedy)
+    cut = engine.generate([Request(p, 1, 1) for p in prompts], replace(greedy, tokens_per_call=5))
+    continued = engine.generate([Request(p, 1, 1, 0, (r,)) for p, (r,) in zip(prompts, cut, strict=True)], greedy)
     assert engine.kv_usage().cached_prompt_tokens == 128  # the second prompt's
-    for (a,), (b,) in zip(whole, on, strict=True):
+    for (a,), (b,) in zip(whole, continued, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
 
 

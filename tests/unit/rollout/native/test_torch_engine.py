@@ -159,15 +159,15 @@ def test_rollouts_from_a_supply_equal_those_of_one_call(model, memory, ops):
     """With few slots or few pages, rows in flight fit, the whole supply is sampled, and tokens are the same."""
     shape = model[0]
     sampling = replace(SAMPLING, top_p=0.95, max_tokens=30)
-    asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
-    together = make_engine(*model).generate(asked, sampling)
+    requests = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
+    together = make_engine(*model).generate(requests, sampling)
 
     # The first request is this rank's own and continues rollouts; the supply returns pieces of eight.
-    pieces = [Request(r.prompt, r.key, 8, first) for r in asked[1:] for first in range(0, 64, 8)]
+    pieces = [Request(r.prompt, r.key, 8, first) for r in requests[1:] for first in range(0, 64, 8)]
     supply = Drawer(pieces, 3 * 64)
     memory *= page_bytes(read_shape(shape), torch.float32, 64 if ops.contiguous else 16, ops.contiguous)
     engine = make_engine(*model, max_rows=20, memory=memory, ops=ops)
-    own, *rest = engine.generate(asked[:1], sampling, supply=supply)
+    own, *rest = engine.generate(requests[:1], sampling, supply=supply)
     assert not supply.left
     assert all(1 <= room <= 20 for room in supply.rooms)
     assert max(supply.rooms) <= (memory // 2 or 20)  # a row needs two pages at its end
@@ -201,11 +201,11 @@ def test_sleep_drops_the_weights(model):
 
 
 def test_context_overflow_and_stop_strings_without_a_decoder_are_errors(model):
-    asked = [Request(prompts()[0], 1, 1)]
+    requests = [Request(prompts()[0], 1, 1)]
     with pytest.raises(UserError, match="exceeds the model's context of 256"):
-        make_engine(*model).generate(asked, replace(SAMPLING, max_tokens=254, stop_ids=()))
+        make_engine(*model).generate(requests, replace(SAMPLING, max_tokens=254, stop_ids=()))
     with pytest.raises(ValueError, match="stop strings need"):
-        make_engine(*model).generate(asked, replace(SAMPLING, max_tokens=3, stop_ids=(), stop_strings=("z",)))
+        make_engine(*model).generate(requests, replace(SAMPLING, max_tokens=3, stop_ids=(), stop_strings=("z",)))
 
 
 class Watching:
@@ -225,13 +225,13 @@ class Watching:
 def test_evicted_rows_continue_with_the_same_tokens(model):
     """With pages for a third of the rows' tokens, rows are evicted and continue; tokens are the same."""
     sampling = replace(SAMPLING, max_tokens=100)
-    asked = [Request(p, stream_key(0, 4, p.id), 40) for p in prompts((30, 9, 17))]
+    requests = [Request(p, stream_key(0, 4, p.id), 40) for p in prompts((30, 9, 17))]
     ample = make_engine(*model)
-    expected = ample.generate(asked, sampling)
+    expected = ample.generate(requests, sampling)
     page = page_bytes(ample.shape, torch.float32)
     short = make_engine(*model, memory=40 * page)
     callbacks = Watching()
-    evicted = short.generate(asked, sampling, callbacks)
+    evicted = short.generate(requests, sampling, callbacks)
     assert ample._pool.size > 3 * short._pool.size
     assert sorted(callbacks.ended) == [(i, j) for i in range(3) for j in range(40)]
     for a, b in zip(expected, evicted, strict=True):
@@ -239,16 +239,16 @@ def test_evicted_rows_continue_with_the_same_tokens(model):
         assert [sum(n for _, n in r.spans) for r in b] == [len(r.token_ids) for r in b]
         assert same_tokens(a, b) >= 0.97
     with pytest.raises(UserError, match=r"rollout.kv_cache_mib: the longest prompt with one response of 100 tokens"):
-        make_engine(*model, memory=8 * page).generate(asked, sampling)
+        make_engine(*model, memory=8 * page).generate(requests, sampling)
 
 
 def test_cut_rollouts_continue_unchanged(model, ops):
     engine = make_engine(*model, ops=ops)
-    asked = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
-    whole = engine.generate(asked, replace(SAMPLING, max_tokens=50))
+    initial = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
+    whole = engine.generate(initial, replace(SAMPLING, max_tokens=50))
     engine.version = 5
     limited = replace(SAMPLING, max_tokens=50, tokens_per_call=13)
-    requests = asked
+    requests = initial
     rounds = 0
     done = {}
     while requests:
@@ -260,7 +260,7 @@ def test_cut_rollouts_continue_unchanged(model, ops):
         engine.version += 1
     assert rounds == 4  # 13, 26, 39, 50 tokens
     assert len(done) == 4 * 32
-    pairs = [(x, done[a.prompt.id, x.index]) for a, g in zip(asked, whole, strict=True) for x in g]
+    pairs = [(x, done[a.prompt.id, x.index]) for a, g in zip(initial, whole, strict=True) for x in g]
     same = [(x, y) for x, y in pairs if torch.equal(x.token_ids, y.token_ids)]
     assert len(same) >= 0.98 * len(pairs)
     for x, y in same:
@@ -273,11 +273,11 @@ def test_cut_rollouts_continue_unchanged(model, ops):
 
 def test_a_cancelled_call_returns_unfinished_rollouts(model, ops):
     engine = make_engine(*model, max_rows=60, ops=ops)
-    asked = [Request(p, stream_key(0, 4, p.id), 50) for p in prompts()]
+    requests = [Request(p, stream_key(0, 4, p.id), 50) for p in prompts()]
     sampling = replace(SAMPLING, max_tokens=60)
-    whole = engine.generate(asked, sampling)
+    whole = engine.generate(requests, sampling)
     callbacks = Watching(most=20)
-    groups = engine.generate(asked, sampling, callbacks)
+    groups = engine.generate(requests, sampling, callbacks)
     assert [[r.index for r in g] for g in groups] == [list(range(50))] * 4
     ended = {(i, r.index) for i, g in enumerate(groups) for r in g if r.finish != "cut"}
     assert ended == set(callbacks.ended)
@@ -287,7 +287,7 @@ def test_a_cancelled_call_returns_unfinished_rollouts(model, ops):
     same = sum(x.token_ids[: len(y.token_ids)].tolist() == y.token_ids.tolist() for x, y in cut)
     assert same >= 0.98 * len(cut)
     assert {len(y.token_ids) for _, y in cut} >= {0}  # the rows that were waiting
-    again = engine.generate(asked, sampling)
+    again = engine.generate(requests, sampling)
     assert all(same_tokens(a, b) == 1 for a, b in zip(whole, again, strict=True))
 
 

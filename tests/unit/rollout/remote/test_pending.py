@@ -89,17 +89,17 @@ def test_routes_replace_those_of_earlier_calls_and_end_with_the_rollout():
     begun = Rollout(0, torch.tensor([7, 8]), torch.zeros(2), "cut", ((3, 2),), routes=torch.zeros(prompt + 1, 2, 3))
     pending = PendingRollouts(sampling, None, None, 8, 50, text)
     pending.add([replace(request, begun=(begun,))])
-    drawn = torch.randint(0, 300, (prompt + 5, 2, 3), dtype=torch.int16)
+    routes = torch.randint(0, 300, (prompt + 5, 2, 3), dtype=torch.int16)
     # The first answer continues a rollout and has a token too many, the second is cancelled, the third lacks a row.
     for number, (ids, finish, rows) in enumerate([([1, 2, 9], "stop", 4), ([], "cut", -1), ([5, 6], "length", 0)]):
-        own = drawn[: prompt + rows]
+        own = routes[: prompt + rows]
         tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.zeros(len(ids))}
         fields = {"number": number, "finish": finish, "routes": list(own.shape)}
         answer = Message("rollout", fields, {**tensors, "routes": own.flatten()})
         pending.answered(decode(encode(answer)), 4)
     first, second, third = pending.result()[0]
     assert first.token_ids.tolist() == [7, 8, 1, 2]
-    assert torch.equal(first.routes, drawn[: prompt + 3])
+    assert torch.equal(first.routes, routes[: prompt + 3])
     assert (len(second.token_ids), second.routes) == (0, None)
     assert (len(third.token_ids), third.routes) == (0, None)
     assert pending.faults == [f"routes of {prompt} tokens where {prompt + 1} were computed"]

@@ -41,12 +41,12 @@ def test_shared_memory_of_a_killed_group_is_unlinked(creator):
             text=True,
             start_new_session=True,
         ) as child:
-            theirs = Path("/dev/shm", child.stdout.readline().strip())
-            assert theirs.exists()
+            other_folder = Path("/dev/shm", child.stdout.readline().strip())
+            assert other_folder.exists()
             processes = psutil.Process(child.pid).children(recursive=True)
             kill_group(child.pid)
         assert psutil.wait_procs(processes, timeout=20)[1] == []
-        assert not theirs.exists()
+        assert not other_folder.exists()
         assert Path("/dev/shm", own.name).exists()
     finally:
         own.close()
@@ -98,13 +98,13 @@ def test_folders_of_dead_trainers_are_removed(tmp_path):
     gone = tmp_path / f"{process.PREFIX}{2**22 + 1}-x"  # larger than any pid
     gone.mkdir()
     (gone / "weights_1").touch()
-    mine = process.make_folder(str(tmp_path))
+    folder = process.make_folder(str(tmp_path))
     second = process.make_folder(str(tmp_path))
     assert not gone.exists()
-    assert mine.is_dir()
-    assert second != mine
-    assert mine.stat().st_mode & 0o077 == 0
-    assert (mine / "code" / "megatron_brorl" / "types.py").samefile(Path(process.__file__).parents[2] / "types.py")
+    assert folder.is_dir()
+    assert second != folder
+    assert folder.stat().st_mode & 0o077 == 0
+    assert (folder / "code" / "megatron_brorl" / "types.py").samefile(Path(process.__file__).parents[2] / "types.py")
 
 
 def test_the_reason_of_an_end_is_not_from_the_log_of_an_earlier_process(tmp_path):

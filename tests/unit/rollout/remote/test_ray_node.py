@@ -11,9 +11,9 @@ BASE = 61_000 - ray_node.PORTS * 20  # above the kernel's default ephemeral port
 
 def ports(first: int) -> list[int]:
     """Return every port in the arguments of a Ray that uses this block."""
-    given = dict(a.removeprefix("--").split("=") for a in ray_node.arguments(first, 1) if "=" in a)
-    services = [int(value) for name, value in given.items() if name.endswith("port") and "worker" not in name]
-    return [*services, *range(int(given["min-worker-port"]), int(given["max-worker-port"]) + 1)]
+    options = dict(a.removeprefix("--").split("=") for a in ray_node.arguments(first, 1) if "=" in a)
+    services = [int(value) for name, value in options.items() if name.endswith("port") and "worker" not in name]
+    return [*services, *range(int(options["min-worker-port"]), int(options["max-worker-port"]) + 1)]
 
 
 def test_engines_have_separate_ports():

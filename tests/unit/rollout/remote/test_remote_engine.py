@@ -63,12 +63,12 @@ class Backend(EngineBackend):
 
     async def completion(self, handle):
         ids, (seed, _) = handle
-        drawn = [10 + seed % 10, ids[-1], 2]
+        tokens = [10 + seed % 10, ids[-1], 2]
         if self.slow:
             await self.given_up.wait()
-            kept = drawn[:2] if self.keeps_cut else []
+            kept = tokens[:2] if self.keeps_cut else []
             return Completion(kept, "cut", [-float(t) for t in kept])
-        return Completion(drawn, "stop", [-float(t) for t in drawn])
+        return Completion(tokens, "stop", [-float(t) for t in tokens])
 
     def abort(self, handle):
         self.heard.append("abort")

@@ -44,14 +44,14 @@ def read(weights):
 def together(path, streams, dtype=torch.float32, encode=unchanged):
     """Return the result or exception of write_update on each rank. Only the first rank knows the path."""
     ranks = len(streams)
-    barrier, given = threading.Barrier(ranks), [None] * ranks
+    barrier, gathered = threading.Barrier(ranks), [None] * ranks
     copies: list[set[str]] = [set() for _ in range(ranks)]
 
     def rank(i):
         def exchange(own):
-            given[i] = own
+            gathered[i] = own
             barrier.wait(60)
-            of_all = list(given)
+            of_all = list(gathered)
             barrier.wait(60)
             return of_all
 
@@ -100,7 +100,7 @@ def test_engines_of_a_node_share_one_file(ranks, kind, tmp_path):
 
 def test_files_are_mapped_and_registered_once(tmp_path, monkeypatch):
     registered = []
-    runtime = SimpleNamespace(cudaHostRegister=lambda *given: registered.append(given) or 0)
+    runtime = SimpleNamespace(cudaHostRegister=lambda *arguments: registered.append(arguments) or 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
