@@ -180,11 +180,9 @@ class StallReporter(threading.Thread):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Stop watching."""
         self._stopped.set()
 
     def run(self) -> None:
-        """Watch until `stop`."""
         rank, size = dist.get_rank(), dist.get_world_size()
         written = -1
         while size > 1 and not self._stopped.wait(self.timeout_s / 20):

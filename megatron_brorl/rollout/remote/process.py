@@ -154,7 +154,6 @@ class Connection:
         return messages
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
 
@@ -244,7 +243,6 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
-        """Process id of the engine process."""
         return self._process.pid
 
     def update(self, weights: HostWeights) -> None:
