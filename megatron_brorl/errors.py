@@ -28,10 +28,15 @@ class StepError(UserError):
     """A UserError that all ranks raise together during a step or an evaluation, so that they can save the state."""
 
 
-def warn(text: str) -> None:
-    """Print a warning to stderr, which may be a closed pipe or a file on a full disk."""
+def print_error(text: str) -> None:
+    """Print a line to stderr, which may be a closed pipe or a file on a full disk."""
     with contextlib.suppress(OSError):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr as print_error does."""
+    print_error(f"warning: {text}")
 
 
 def shown(value: object, most: int = 200) -> str:

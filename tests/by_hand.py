@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import fakes
+import pytest
 import torch
 
 from megatron_brorl.ops.philox import stream_key
@@ -80,3 +81,11 @@ def update(
     (total / divisor).backward()
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
     return float(total.detach()) / divisor, norm, count
+
+
+def assert_update(values: Mapping[str, float], *arguments: Any, **options: Any) -> None:
+    """Compare the metrics of a step with `update` of these arguments."""
+    loss, norm, tokens = update(*arguments, **options)
+    assert values["trained_tokens"] == tokens
+    assert values["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)

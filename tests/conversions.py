@@ -37,20 +37,31 @@ def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1, run
     return save.target
 
 
+def raise_disk_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def refuse_checkpoint(patch: Any, trainer: Any, step: int) -> None:
     """Make the disk refuse the checkpoint of a step. patch: pytest's monkeypatch."""
     plan = checkpoint.plan
 
-    def full(_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     def planned(*arguments: Any) -> Any:
         shards = plan(*arguments)
         if trainer.state.step == step:
-            patch.setattr(shards, "write", full)
+            patch.setattr(shards, "write", raise_disk_full)
         return shards
 
     patch.setattr(checkpoint, "plan", planned)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

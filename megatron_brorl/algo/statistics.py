@@ -27,7 +27,6 @@ class Interval:
     high: float
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
         return asdict(self)
 
 
@@ -89,7 +88,6 @@ class Paired:
     two_tailed: float
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
         return asdict(self)
 
 

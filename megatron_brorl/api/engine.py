@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megatron_brorl.checkpoints.hugging_face import Checkpoint
+from megatron_brorl.checkpoints.hugging_face import open_checked
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.chat import Message, check_messages
 from megatron_brorl.data.hub import model_directory
@@ -71,9 +71,7 @@ class Engine:
         shape = read_shape(path)
         tokenizer = load_tokenizer(path)
         names = hf_shapes(shape)
-        checkpoint = Checkpoint(path)
-        checkpoint.check(names)
-        checkpoint.check_tied(shape)
+        checkpoint = open_checked(path, shape)
 
         device = cpu_bridge.default_device()
         ops = backend(implementation, device)

@@ -215,7 +215,6 @@ class MegatronCheckpoint:
             )
 
     def dtype(self, entry: WeightEntry) -> torch.dtype:
-        """Return the type of an entry's tensors."""
         return self._tensors[_key(entry)[0]].properties.dtype
 
     def read(self, entry: WeightEntry) -> list[Tensor]:

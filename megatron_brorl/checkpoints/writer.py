@@ -51,7 +51,6 @@ class HashingFile:
         self.error: OSError | None = None  # the error of the first failed write
 
     def write(self, data: bytes) -> int:
-        """Write data to the file."""
         self._digest.update(data)
         try:
             return self._raw.write(data)
@@ -60,11 +59,9 @@ class HashingFile:
             raise
 
     def tell(self) -> int:
-        """Return the position in the file."""
         return self._raw.tell()
 
     def flush(self) -> None:
-        """Flush the file."""
         self._raw.flush()
 
     def digest(self) -> str:

@@ -62,7 +62,6 @@ _OWN_REWARD = "my_reward.py:score"
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to the parser of `brorl`."""
     text = "print the keys of a configuration with type, default, bounds and description"
     command = commands.add_parser("config", help=text, description=text)
     command.add_argument("words", nargs="*", metavar="WORD", help="a section, a key or a part of a key")
@@ -145,7 +144,6 @@ def bounds(schema: Mapping[str, Any]) -> list[str]:
 
 
 def to_toml(value: Any) -> str:
-    """Return a value as TOML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k} = {to_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):

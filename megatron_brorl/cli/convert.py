@@ -44,7 +44,6 @@ set engine.quantization = "fp8", whose scales are sent with the weights. TensorR
 
 
 def add_commands(commands: Any) -> None:
-    """Add `brorl convert` and `brorl quantize` to the parser."""
     converter = commands.add_parser(
         "convert",
         help="convert checkpoints between Hugging Face's and Megatron's distributed format",

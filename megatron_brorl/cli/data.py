@@ -16,7 +16,6 @@ CUSTOM = "custom"  # any file; options name its columns
 
 
 def add_commands(commands: Any) -> None:
-    """Add `brorl data` to the parser."""
     data = commands.add_parser("data", help="prepare data sets for training and evaluation")
     actions = data.add_subparsers(required=True, dest="action", metavar="prepare | generate")
 

@@ -80,7 +80,6 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def add_compare(commands: Any) -> None:
-    """Add `brorl compare` to the parser."""
     text = "compare two evaluations of the same prompts: paired t-test, paired bootstrap, response length"
     command = commands.add_parser("compare", help=text, description=text)
     command.add_argument("before", metavar="A", type=Path, help="run.dir of an evaluation")

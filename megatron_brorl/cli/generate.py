@@ -19,7 +19,6 @@ _MAX_TOKENS = 256
 
 
 def add_command(commands: Any) -> None:
-    """Add the command to the parser of `brorl`."""
     text = "sample responses of a model to a prompt"
     command = commands.add_parser("generate", help=text, description=text)
     text = (

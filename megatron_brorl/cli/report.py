@@ -15,7 +15,6 @@ SEVERAL = "comparison.html"
 
 
 def add_commands(commands: Any) -> None:
-    """Add both commands to the parser of `brorl`."""
     text = "write an HTML page about a run (result, curves, prompts, rollouts, configuration), or one to compare runs"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("runs", metavar="RUN", nargs="+", help="run.dir of a training run, finished or running")

@@ -15,7 +15,6 @@ from megatron_brorl.theory.simulator import Curves, Settings, simulate, write_cs
 
 
 def add_commands(commands: Any) -> None:
-    """Add both commands to the parser of `brorl`."""
     text = "print the success rates of a run's prompts, and the share of mixed groups for N = 8 to 1024"
     command = commands.add_parser("pass-rates", help=text, description=text)
     command.add_argument("run", metavar="RUN", type=Path, help="run.dir of a training run or an evaluation")

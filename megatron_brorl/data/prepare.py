@@ -49,7 +49,6 @@ class Job:
 
     @property
     def card(self) -> Path:
-        """The data card."""
         return self.out.with_name(f"{self.out.stem}.card.md")
 
 

@@ -12,13 +12,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_brorl.environments.episodes import Outcome
+from megatron_brorl.environments.episodes import NO_ROW, Outcome
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import Judge
 from megatron_brorl.user_functions import describe, import_function, source_sha256
 
 ARGUMENTS = ("row", "client", "base_url", "api_key", "model")
-_NO_ROW: Any = {"answer": None}  # Judge does not call the function again without a reference answer.
 
 
 class Agents:
@@ -58,7 +57,7 @@ class Agents:
         if returned is None or isinstance(returned, str):
             messages = [] if returned is None else [{"role": "assistant", "content": returned}]
             return Outcome(messages, done=True, score=None)
-        return Outcome([], done=True, score=Judge(lambda *_: returned)("", _NO_ROW))
+        return Outcome([], done=True, score=Judge(lambda *_: returned)("", NO_ROW))
 
     def end(self, rollout: int) -> None:
         """Cancel an async agent. Another one ends with its next call, because its key has expired."""

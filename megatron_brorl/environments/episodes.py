@@ -16,7 +16,7 @@ from megatron_brorl.rewards.verifier import Judge, printable
 from megatron_brorl.user_functions import describe
 
 _MAX_ERROR = 200  # characters of an error message to the model
-_NO_ROW: Any = {"answer": None}  # Judge does not call `reward` again without a reference answer.
+NO_ROW: Any = {"answer": None}  # Without a reference answer, Judge calls a function only once.
 
 
 class Outcome(NamedTuple):
@@ -78,7 +78,7 @@ class Episodes:
                 return Outcome(messages, done=False, score=None, calls=len(calls), malformed=malformed)
             method = "reward"
             reward = environment.reward()
-            score = Judge(lambda *_: reward)("", _NO_ROW)
+            score = Judge(lambda *_: reward)("", NO_ROW)
         except BaseException as e:  # includes SystemExit
             return self._failed(episode, e, method)._replace(calls=len(calls), malformed=malformed)
         self.end(episode)

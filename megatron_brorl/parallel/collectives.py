@@ -32,6 +32,13 @@ def all_reduce_max(values: Mapping[str, float], *groups: dist.ProcessGroup | Non
     return all_reduce(values, dist.ReduceOp.MAX, *(groups or (None,)))
 
 
+def all_reduce_tensor(values: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Reduce a tensor over a group (None = all ranks). Tensor and result are on the CPU."""
+    reduced = values.to(cpu_bridge.default_device())
+    dist.all_reduce(reduced, op, group=group)
+    return reduced.cpu()
+
+
 def all_gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """Return the picklable values of all ranks of the group (None = all ranks) in rank order."""
     values: list[Any] = [None] * dist.get_world_size(group)

@@ -32,12 +32,13 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
 
 
-def to_device(x: Tensor) -> Tensor:
-    """Return a CPU tensor on the device of this process.
+def to_device(x: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a CPU tensor on a device, by default that of this process.
 
     A copy from pageable memory would wait until the device has finished its earlier work.
     """
-    return x.pin_memory().to(default_device(), non_blocking=True) if on_gpu() else x
+    device = device or default_device()
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def wait() -> None:

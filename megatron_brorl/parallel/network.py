@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, print_error
 from megatron_brorl.signals import LISTENER
 from megatron_brorl.tracking.timeline import place
 
@@ -161,10 +160,6 @@ def _listener(address: str, port: int) -> int:
         raise UserError(f"MASTER_PORT = {port}: rank 0 cannot listen on {address}: {e.strerror}") from None
 
 
-def _print(line: str) -> None:
-    print(f"brorl: {line}", file=sys.stderr, flush=True)
-
-
 class StallReporter(threading.Thread):
     """Writes this rank's place to the store if no span begins or ends, and reports the late ranks on rank 0.
 
@@ -172,7 +167,9 @@ class StallReporter(threading.Thread):
     without naming one. A rank writes after 0.8 x timeout_s without progress. Rank 0 waits another 0.1 x timeout_s.
     """
 
-    def __init__(self, timeout_s: float, report: Callable[[str], None] = _print) -> None:
+    def __init__(
+        self, timeout_s: float, report: Callable[[str], None] = lambda line: print_error(f"brorl: {line}")
+    ) -> None:
         """timeout_s: of the collectives. All ranks must create it at the same point of the program."""
         super().__init__(name="stalls", daemon=True)
         self.timeout_s = timeout_s
@@ -183,11 +180,9 @@ class StallReporter(threading.Thread):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Stop watching."""
         self._stopped.set()
 
     def run(self) -> None:
-        """Watch until `stop`."""
         rank, size = dist.get_rank(), dist.get_world_size()
         written = -1
         while size > 1 and not self._stopped.wait(self.timeout_s / 20):

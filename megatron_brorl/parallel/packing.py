@@ -97,10 +97,9 @@ def pack(
     routes: of each row, [prompt + response - 1, layers, k]. Only rows with the same routes of the prompt share it.
     Without rows the result is one dummy micro-batch, so that the rank takes part in the collectives.
     """
-    if share and segments_of > 1:
-        raise ValueError("pack: shared prompts do not support segments_of > 1")
-
     if share:
+        if segments_of > 1:
+            raise ValueError("pack: shared prompts do not support segments_of > 1")
         shared = _fill_shared(_by_prompt(prompts, responses, routes), max_tokens)
         if _gain(shared, prompts, responses) >= MIN_SHARING_GAIN:
             return [_pack_shared(b, multiple_of, routes) for b in shared]

@@ -42,7 +42,6 @@ _Runs = dict[int, list[Curves]]  # N -> its seeds
 
 
 def figure_of(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
-    """Return a figure and its panels."""
     figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     return figure, figure.subplots(rows, columns)
 

@@ -8,8 +8,6 @@ rollouts finish, because an evaluation may have any size, and its metrics would 
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, print_error
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import KvUsage, Request, RolloutEngine, Sampling, Supply
 from megatron_brorl.types import Rollout
@@ -128,8 +126,7 @@ class Watchdog:
             f"{seconds:g} s{' without progress' if call.renew_limit else ''} (rollout.timeout_s = {self.timeout_s:g}), "
             f"{action}: {'; '.join(places)}"
         )
-        with contextlib.suppress(OSError):  # The reader of a piped stderr may be gone.
-            print(text, file=sys.stderr, flush=True)
+        print_error(text)
         return sum(missing)
 
 

@@ -122,7 +122,6 @@ class Progress:
                 print(text, file=self._stream, flush=True)
 
     def render(self) -> Table:
-        """Return the live display."""
         row = Table.grid(padding=(0, 1))
         line = Text(self._line(), no_wrap=True, overflow="ellipsis")
         row.add_row(ProgressBar(total=self._total or 1, completed=self._done, width=24), line)

@@ -59,7 +59,6 @@ def open_trackers(
 
     resume_step: see MetricsWriter; a resumed run keeps its name. config: the configuration by section and key.
     """
-    check_installed(names)
     ids = _read_ids(run_dir) if resume_step is not None else {}
     ids.setdefault("name", f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     trackers = []

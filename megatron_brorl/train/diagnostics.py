@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_brorl.config.schema import Config
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
-from megatron_brorl.parallel import cpu_bridge
+from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.theory.token_level import Positions, TokenLevel, draw_positions, token_level
 from megatron_brorl.theory.unsampled_mass import good_turing, hold_out
@@ -102,10 +102,8 @@ class _TokenMetrics:
                 sign = 1 if r.sampled is None else r.sampled[:MAX_POSITION] * 2 - 1
                 # Tokens of an environment are negative.
                 table[index[r.group], r.index, : len(ids)] = sign * (ids + 1)
-        table = table.to(cpu_bridge.default_device())
         # Each rollout is on one replica, so the sum adds its tokens to zeros.
-        dist.all_reduce(table, group=self.worker.grid.groups.dp)
-        table = table.cpu()
+        table = collectives.all_reduce_tensor(table, group=self.worker.grid.groups.dp)
         return table.abs() - 1, table > 0
 
     def _at_positions(self, tokens: Tensor, drawn: Sequence[Positions]) -> list[TokenLevel]:

@@ -17,8 +17,6 @@ longer to launch than to run, so columns are concatenated for arithmetic, and ro
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress, pairwise
@@ -32,6 +30,7 @@ from megatron_brorl.algo.advantages import explained_variance, group_advantages,
 from megatron_brorl.algo.policy_loss import kl_estimate, mismatch_mask
 from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.schema import AlgoConfig, Config
+from megatron_brorl.errors import print_error
 from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
@@ -245,9 +244,7 @@ def finite_rows(columns: Sequence[Sequence[Tensor]], grid: Grid) -> list[bool]:
     broken = torch.zeros(len(columns[0]), dtype=torch.int32)
     for column in columns:
         broken[row_of[~torch.cat(list(column)).isfinite().cpu()]] = 1
-    broken = broken.to(cpu_bridge.default_device())
-    dist.all_reduce(broken, dist.ReduceOp.MAX, group=grid.replica)
-    return (broken == 0).tolist()
+    return (collectives.all_reduce_tensor(broken, dist.ReduceOp.MAX, grid.replica) == 0).tolist()
 
 
 def log_rows(what: str, rows: Sequence[int], ids: Sequence[str], grid: Grid) -> None:
@@ -255,8 +252,7 @@ def log_rows(what: str, rows: Sequence[int], ids: Sequence[str], grid: Grid) -> 
     if rows and dist.get_rank(grid.replica) == 0:
         named = ", ".join(ids[row] if ids else f"row {row}" for row in rows[:_NAMED])
         more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
-        with contextlib.suppress(OSError):  # A closed stderr does not end the run.
-            print(f"rank {grid.rank}: {what}: {named}{more}", file=sys.stderr, flush=True)
+        print_error(f"rank {grid.rank}: {what}: {named}{more}")
 
 
 def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dict[str, float]:

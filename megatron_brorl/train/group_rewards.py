@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo import functions
 from megatron_brorl.errors import StepError, UserError
-from megatron_brorl.parallel import collectives, cpu_bridge
+from megatron_brorl.parallel import collectives
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.group import KEY, MAJORITY, PREFIX, score_group
 from megatron_brorl.rewards.registry import entry
@@ -94,9 +93,8 @@ class GroupRewards:
                 for rollout, score in result.parts.items():
                     table[g, int(rollout)] = score
                 failed += [(result.status, result.reason)] * (result.status != "ok")
-        table = table.to(cpu_bridge.default_device())
-        dist.all_reduce(table)  # One rank scores each group, so the sum adds its scores to zeros.
-        table = table.cpu()
+        # One rank scores each group, so the sum adds its scores to zeros.
+        table = collectives.all_reduce_tensor(table)
 
         label = f"{step}: {KEY} = {config.group_function}"
         of_ranks = [failure for own in collectives.all_gather(failed) for failure in own]

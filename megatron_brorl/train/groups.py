@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_brorl.algo.advantages import has_signal, largest_spread
 from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.config.schema import AlgoConfig
-from megatron_brorl.parallel import cpu_bridge
+from megatron_brorl.parallel import collectives
 from megatron_brorl.types import RowWeight, ScoredRollout
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; no rank has a lost rollout
@@ -82,10 +82,8 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
 
-    table = table.to(cpu_bridge.default_device())
     # Each rollout is on one rank, so the sum adds its values to zeros.
-    dist.all_reduce(table)
-    state, rewards, right, tokens, sampled, repeats, answers, holder = table.cpu()
+    state, rewards, right, tokens, sampled, repeats, answers, holder = collectives.all_reduce_tensor(table)
     counts = tokens.long(), sampled.long(), repeats.long(), answers.long()
     return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
 

@@ -48,15 +48,10 @@ class ReferencePolicy:
         self.worker = worker
         self.config = config
         self.weights = {name: p.detach().clone() for name, p in self._of_actor().items()}
-        self._offload = Offload(self.weights.values if worker.options.offload else tuple)
-
-    def offload(self) -> None:
-        """Move the weights to host memory with train.offload; `log_probs` and `reset` bring them back."""
-        self._offload.offload()
-
-    def reload(self) -> None:
-        """Undo `offload`, for callers that read the weights directly."""
-        self._offload.reload()
+        # With train.offload, `offload` moves the weights to host memory. `log_probs` and `reset` bring them back.
+        offload = Offload(self.weights.values if worker.options.offload else tuple)
+        self.offload = offload.offload
+        self.reload = offload.reload
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Return the reference's log-probabilities as Worker.log_probs does; the actor's weights do not change."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ import torch
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
-from megatron_brorl.errors import StepError, UserError
+from megatron_brorl.errors import StepError, UserError, print_error
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import answer_hash
@@ -159,8 +157,7 @@ class RolloutRunner:
         for rank, reasons in enumerate(ranks):
             for text, reason in reasons.items():
                 if text not in self.reported and rank == self.grid.rank:
-                    with contextlib.suppress(OSError):  # stderr may be a closed pipe.
-                        print(f"{text}: {reason}", file=sys.stderr, flush=True)
+                    print_error(f"{text}: {reason}")
                 self.reported.setdefault(text, reason)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from megatron_brorl.config.rules import replays_routes
 from megatron_brorl.config.schema import Config
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, print_error
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.philox import stream_key, uniforms
-from megatron_brorl.parallel import collectives, cpu_bridge
+from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import RolloutEngine, Sampling
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.sampler import deal, requests
@@ -69,7 +68,7 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
             engine.update_weights(_noting_checksums(worker.hf_tensors(), checksums), version)
         except UpdateRefused as e:
             refused = e
-            print(f"brorl: rank {worker.grid.rank}, version {version}: {e}", file=sys.stderr, flush=True)
+            print_error(f"brorl: rank {worker.grid.rank}, version {version}: {e}")
         problem = _problem(int(sum(checksums)), refused is not None)
         if not problem:
             return repeats
@@ -207,7 +206,6 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int, replay_routes: 
     actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0, routes)
     gaps = torch.cat([(scored.cpu() - r.log_probs).abs() for scored, (_, r) in zip(actual, rows, strict=True)])
     # Replicas may round differently, and all ranks must take the same decision.
-    gaps = gaps.nan_to_num(nan=float("inf")).to(cpu_bridge.default_device())
-    dist.all_reduce(gaps, dist.ReduceOp.MAX)
+    gaps = collectives.all_reduce_tensor(gaps.nan_to_num(nan=float("inf")), dist.ReduceOp.MAX)
     tokens = torch.tensor([sum(len(r.token_ids) for _, r in rank) for rank in ranks])
-    return gap_statistics(gaps.cpu(), torch.arange(len(ranks)).repeat_interleave(tokens))
+    return gap_statistics(gaps, torch.arange(len(ranks)).repeat_interleave(tokens))

@@ -31,7 +31,7 @@ from megatron_brorl.ops.backend import Backend
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.parallel.collectives import all_gather, all_reduce_max
+from megatron_brorl.parallel.collectives import all_gather, all_reduce_max, all_reduce_tensor
 from megatron_brorl.parallel.flops import forward_flops, training_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed, pack, split_for_rank
@@ -476,9 +476,7 @@ class Worker(Stage):
         table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.options.dtype))
         for row, logits in logits_of_row.items():
             table[row] = logits
-        table = table.to(cpu_bridge.default_device())
-        dist.all_reduce(table, group=self.grid.groups.cp)  # each rank has its own rows, and zeros
-        return table.cpu()
+        return all_reduce_tensor(table, group=self.grid.groups.cp)  # each rank has its own rows, and zeros
 
     def head(self, temperature: float) -> MakeHead:
         """Return the LM head, which computes log-probabilities at this temperature."""

@@ -83,18 +83,18 @@ def _die(tensors: Any) -> Any:
 FAULTS = {"flip": _flip, "stop": _stop, "die": _die}
 
 
-def _small_buckets(worker: Worker) -> None:
+def _worker_and_engine(directory: str, parallel: dict[str, Any]) -> tuple[Worker, Engine]:
     """Use several buckets per stage for a model of a few kilobytes."""
+    worker = make_worker(directory, parallel)
     table = [entry for bucket in worker.buckets for entry in bucket]
     worker.buckets = make_buckets(table, 4, limit=30_000, expert_ranks=worker.grid.ep_size)
     assert len(worker.buckets) > 4
+    return worker, Engine(worker)
 
 
 def syncs(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list[str]:
     """Sync the weights of each directory; return the names of tensors that did not arrive bit by bit."""
-    worker = make_worker(directories[0], parallel)
-    _small_buckets(worker)
-    engine = Engine(worker)
+    worker, engine = _worker_and_engine(directories[0], parallel)
     wrong = []
     for version, directory in enumerate(directories):
         worker.load_hf(directory)
@@ -109,9 +109,7 @@ def syncs(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list[
 
 def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, where: int, tries: int) -> dict[str, Any]:
     """Damage `tries` updates in a row on the engine of rank `where`, then sync without a fault."""
-    worker = make_worker(directory, parallel)
-    _small_buckets(worker)
-    engine = Engine(worker)
+    worker, engine = _worker_and_engine(directory, parallel)
     sync_weights(worker, engine, 0)
     old = engine.held
     with torch.no_grad():
@@ -132,9 +130,7 @@ def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, wher
 
 def killed(rank: int, directory: str, parallel: dict[str, Any], where: int) -> tuple[str, bool]:
     """Kill rank `where` during an update; return the error of the others, and whether their engines are unchanged."""
-    worker = make_worker(directory, parallel)
-    _small_buckets(worker)
-    engine = Engine(worker)
+    worker, engine = _worker_and_engine(directory, parallel)
     sync_weights(worker, engine, 0)
     old = dict(engine.held)
     engine.fault = "die"

@@ -20,7 +20,8 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import DecodeBatch, HeadNorms, RowPages, compute_dtype
 from megatron_brorl.ops.reference.decode import DecodeOps
-from megatron_brorl.rollout.native.pages import PagePool, to_device
+from megatron_brorl.parallel.cpu_bridge import to_device
+from megatron_brorl.rollout.native.pages import PagePool
 
 QUERIES = 1024  # queries of a chunk that attend to earlier pages at a time
 LAYOUT_ROWS = 512  # the batch size that oneDNN optimises the weight layout for; others work too

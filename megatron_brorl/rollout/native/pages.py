@@ -40,11 +40,6 @@ def pages_for(tokens: int, page: int = PAGE) -> int:
     return -(-tokens // page)
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on the device, without waiting for the device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised tensor.
 

@@ -110,7 +110,6 @@ class StopCriteria:
         return self.decode(ids.tolist())
 
     def _text(self, token: int) -> str:
-        """Return the text of a single token."""
         if token not in self.texts:
             assert self.decode is not None
             self.texts[token] = self.decode([token])

@@ -14,6 +14,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops.interface import PAGE, RowPages
 from megatron_brorl.ops.reference.decode import DecodeOps
+from megatron_brorl.parallel.cpu_bridge import to_device
 from megatron_brorl.rollout.engine import (
     GenerateCallbacks,
     KvUsage,
@@ -24,7 +25,7 @@ from megatron_brorl.rollout.engine import (
     check_context,
 )
 from megatron_brorl.rollout.native.decoder import Decoder
-from megatron_brorl.rollout.native.pages import BLOCK, PagePool, page_bytes, pages_for, spare_memory, to_device
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, page_bytes, pages_for, spare_memory
 from megatron_brorl.rollout.native.scheduler import Scheduler
 from megatron_brorl.rollout.native.stopping import StopCriteria
 from megatron_brorl.rollout.weight_stream import receive

@@ -20,7 +20,7 @@ import zmq
 
 import megatron_brorl
 from megatron_brorl.config.schema import EngineConfig
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, print_error
 from megatron_brorl.rollout.registry import ENGINES, HEARTBEAT_TIMEOUT_S, START_TIMEOUT_S
 from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message, decode, encode
 from megatron_brorl.rollout.remote.weights_in_trainer import HostWeights
@@ -154,7 +154,6 @@ class Connection:
         return messages
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
 
@@ -244,7 +243,6 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
-        """Process id of the engine process."""
         return self._process.pid
 
     def update(self, weights: HostWeights) -> None:
@@ -280,7 +278,7 @@ class Supervisor:
             try:
                 self._ask(Message("sleep"))
             except EngineError as e:
-                _log(f"{e}; killed, and started again when it is needed")
+                print_error(f"brorl: {e}; killed, and started again when it is needed")
                 self._process.kill()  # This also frees its memory.
             self._asleep = True
             self.weights = None
@@ -349,7 +347,7 @@ class Supervisor:
                 self.failure = f"{why}; gave up after {MAX_RESTARTS} restarts without a completed call"
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
-            _log(f"{why}; restarting it {holding}")
+            print_error(f"brorl: {why}; restarting it {holding}")
             self._process.kill()
             self._process = self._start()
             try:
@@ -392,8 +390,3 @@ class Supervisor:
                 why = f"engine process {self.pid} did not finish '{message.kind}' within {HEARTBEAT_TIMEOUT_S:g} s"
             if why:
                 raise EngineError(why)
-
-
-def _log(what: str) -> None:
-    with contextlib.suppress(OSError):  # The reader of a piped stderr may be gone.
-        print(f"brorl: {what}", file=sys.stderr, flush=True)

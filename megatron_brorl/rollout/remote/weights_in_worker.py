@@ -25,7 +25,6 @@ class TensorRecord(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 

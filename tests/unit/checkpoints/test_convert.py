@@ -20,6 +20,8 @@ from conversions import (
     QWEN,
     SMALLER,
     assert_same_weights,
+    flip_a_bit,
+    names,
     peak_of_allocations,
     save_checkpoint,
     to_hf,
@@ -78,7 +80,7 @@ def test_conversion_is_bit_exact_both_ways_and_logits_equal_transformers(tmp_pat
         assert_same_weights(tmp_path / "hf", tmp_path / f"back-{name}")
         for file in ("config.json", "generation_config.json"):
             assert (tmp_path / f"back-{name}" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "back-a", "back-b", "hf"]
+    assert names(tmp_path) == ["a", "b", "back-a", "back-b", "hf"]
     assert len(list((tmp_path / "a").glob("*.distcp"))) == tensor * pipeline
     assert size == sum(t.numel() * 4 for t in weights(tmp_path / "hf").values())
     gap = convert.verify(tmp_path / "hf", tmp_path / "a", read_shape(tmp_path / "hf"))
@@ -192,19 +194,13 @@ def cut_file(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
 
-def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("place", "damage", "has_manifest", "part"),
     [
         ("hf/config.json", wrong_width, True, "gate_proj.weight has shape [88, 48], config.json implies [96, 48]"),
         ("hf", mixed_types, True, "differ in type (BF16, F32)"),
         ("megatron/__3_0.distcp", Path.unlink, True, "__3_0.distcp is missing"),
-        ("megatron/__1_0.distcp", flip_a_byte, True, "__1_0.distcp is damaged"),
+        ("megatron/__1_0.distcp", flip_a_bit, True, "__1_0.distcp is damaged"),
         ("megatron/__2_0.distcp", cut_file, False, "a file is missing or damaged"),
         ("megatron/.metadata", cut_file, False, ".metadata: not readable"),
         ("megatron/.metadata", Path.unlink, False, "not a Megatron distributed checkpoint"),
@@ -219,14 +215,14 @@ def test_a_damaged_source_is_named_and_no_files_are_left(copy, place, damage, ha
     source = place.partition("/")[0]
     with pytest.raises(UserError, match=f"{copy / source}.*{re.escape(part)}"):
         to_megatron(copy / "hf", copy / "out", 2, 1) if source == "hf" else to_hf(copy / "megatron", copy / "out")
-    assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
+    assert names(copy) == ["hf", "megatron"]
 
 
 def test_a_full_disk_is_reported_in_one_line(copy):
     place = f"^{copy / 'out'}: cannot be written: File too large; free some space"
     with file_size_limit(100_000), pytest.raises(UserError, match=place):
         to_megatron(copy / "hf", copy / "out", 1, 1)
-    assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
+    assert names(copy) == ["hf", "megatron"]
 
 
 def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_path, capsys):

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conversions import save_checkpoint
+from conversions import names, save_checkpoint
 
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
@@ -26,10 +26,6 @@ def files(root: Path) -> dict[str, bytes]:
         for p in sorted(root.rglob("*"))
         if p.is_file()
     }
-
-
-def names(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir())
 
 
 def test_copies_stray_files_and_links_are_neither_loaded_nor_deleted(save, tmp_path, tmp_path_factory):

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from conversions import save_checkpoint
+from conversions import flip_a_bit, names, raise_disk_full, save_checkpoint
 from full_disk import file_size_limit
 
 from megatron_brorl.checkpoints import folders, hugging_face, writer
@@ -27,10 +27,6 @@ SOON = timedelta(seconds=60)
 @pytest.fixture
 def begin(part, tmp_path):
     return lambda step, keep=1: checkpoint.begin(tmp_path, step, [part], {}, keep, {"own": b"mine"}, copy=True)
-
-
-def names(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir())
 
 
 class Held:
@@ -89,9 +85,7 @@ def test_a_checkpoint_that_reads_back_differently_is_rejected(begin, tmp_path, m
         path = Path(os.readlink(f"/proc/self/fd/{file}"))
         if path.name.endswith(name) and not flipped:
             flipped.append(path)
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
+            flip_a_bit(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", flip)
@@ -119,10 +113,7 @@ def test_the_manifest_has_the_hash_of_every_file(begin, tmp_path):
 
 
 def test_a_failed_save_is_a_warning_if_the_run_ends_with_an_error(begin, tmp_path, monkeypatch):
-    def full(_path, _filler):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(writer, "write_verified", full)
+    monkeypatch.setattr(writer, "write_verified", raise_disk_full)
     saving = BackgroundSaver()
     warnings: list[str] = []
     saving.start(begin(1), SOON)
@@ -186,7 +177,7 @@ def test_a_write_error_names_the_directory(tmp_path):
     def write():
         with hugging_face.atomic_directory(target) as aside:
             (aside / "x").write_text("x")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise_disk_full()
 
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as error:
         write()

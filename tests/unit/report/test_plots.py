@@ -58,10 +58,6 @@ def texts_of(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def bands_of(axes: Axes) -> dict[str, StepPatch]:
-    return {str(p.get_label()): p for p in axes.patches if isinstance(p, StepPatch)}
-
-
 def test_curves_show_the_metrics() -> None:
     rows = make_rows(100)
     figure = draw(rows)
@@ -119,7 +115,8 @@ def test_accuracy_of_a_running_run() -> None:
 
 def test_step_time_is_stacked_and_adds_up() -> None:
     rows = make_rows(count := 6)
-    bands = bands_of(draw(rows).axes[SECONDS])
+    patches = draw(rows).axes[SECONDS].patches
+    bands = {str(p.get_label()): p for p in patches if isinstance(p, StepPatch)}
     assert list(bands) == ["generate", "score", "train", "weight_sync", "other"]
     below = np.zeros(count)
     for phase in ("generate", "score", "train", "weight_sync"):

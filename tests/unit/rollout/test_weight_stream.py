@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from checksums import with_checksums
 
@@ -14,9 +13,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    return directory, dict(tiny.make_model(directory, "qwen2", tied=True).named_parameters())
+def weights(model):
+    return dict(model[1].named_parameters())
 
 
 def swapped(pairs):
@@ -45,23 +43,23 @@ FAULTS = [
 ]
 
 
-def names(model):
-    return {name: tuple(p.shape) for name, p in model[1].items()}
+def names(weights):
+    return {name: tuple(p.shape) for name, p in weights.items()}
 
 
-def test_received_weights_are_identical(model):
+def test_received_weights_are_identical(weights):
     for dtype in (torch.float32, torch.bfloat16):
-        received = receive(with_checksums(model[1].items()), names(model), CPU, dtype)
-        assert received.keys() == model[1].keys()
+        received = receive(with_checksums(weights.items()), names(weights), CPU, dtype)
+        assert received.keys() == weights.keys()
         for name, tensor in received.items():
-            assert torch.equal(tensor, model[1][name].detach().to(dtype))
-            assert tensor.data_ptr() != model[1][name].data_ptr()
+            assert torch.equal(tensor, weights[name].detach().to(dtype))
+            assert tensor.data_ptr() != weights[name].data_ptr()
 
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS)
-def test_faults_are_reported(model, fault, message):
+def test_faults_are_reported(weights, fault, message):
     """The stream is read to its end. It is a collective, so other ranks would hang otherwise."""
-    stream = iter(fault(list(with_checksums(model[1].items()))))
+    stream = iter(fault(list(with_checksums(weights.items()))))
     with pytest.raises(UpdateRefused, match=message):
-        receive(stream, names(model), CPU, torch.float32)
+        receive(stream, names(weights), CPU, torch.float32)
     assert list(stream) == []

@@ -9,7 +9,7 @@ from dataclasses import replace
 import fakes
 import pytest
 import torch
-from by_hand import responses, update, without_stop
+from by_hand import assert_update, responses, without_stop
 from dist.steps import configured, make_trainer
 from step_verifiers import RULES
 
@@ -92,11 +92,8 @@ def test_step_equals_one_by_hand(processes, pool, model, batch, dynamic):
     signal = any(len(set(g[2])) > 1 for g in groups)
     assert signal == (batch not in ("all right", "all wrong"))
     if signal:
-        loss, norm, tokens = update(model[1], kept, trainer.config.algo.is_cap)
+        assert_update(values, model[1], kept, trainer.config.algo.is_cap)
         assert values["updates"] == 1
-        assert values["trained_tokens"] == tokens
-        assert values["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
-        assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert all(torch.isfinite(tensor).all() for tensor in after.values())
     else:  # nothing to learn: no update, or one whose gradient is exactly 0
         assert values["updates"] == (0 if dynamic else 1)

@@ -108,7 +108,6 @@ class Wire:
         return line
 
     def write(self, message: dict[str, Any]) -> None:
-        """Write one line."""
         rest = memoryview(json.dumps(message).encode() + b"\n")
         while rest:
             rest = rest[os.write(self.sink, rest) :]

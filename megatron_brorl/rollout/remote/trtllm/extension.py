@@ -27,11 +27,9 @@ class TrtllmWorkerExtension(WorkerExtension):
         self.update_weights({get_device_uuid(self.device_id): handles})
 
     def brorl_finish(self) -> None:
-        """Finish loading."""
         self.update_weights(None)
 
     def brorl_reset_prefix_cache(self) -> None:
-        """Drop the prefix cache."""
         self.engine.reset_prefix_cache()
 
     def brorl_kv_tokens(self) -> int:

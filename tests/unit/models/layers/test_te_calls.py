@@ -33,7 +33,11 @@ EXTENSION = "megatron.core.extensions.transformer_engine"
 
 def _wrappers() -> dict[str, ast.ClassDef]:
     """Return the classes of Megatron's Transformer Engine extension, whose import needs Transformer Engine."""
-    return {node.name: node for node in ast.walk(_source_of(EXTENSION)) if isinstance(node, ast.ClassDef)}
+    spec = importlib.util.find_spec(EXTENSION)
+    assert spec is not None
+    assert spec.origin is not None
+    source = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return {node.name: node for node in ast.walk(source) if isinstance(node, ast.ClassDef)}
 
 
 def _imports() -> dict[str, tuple[str, str]]:
@@ -127,10 +131,3 @@ def test_gradients_are_added_to_main_grad_in_the_products_of_trained_weights(
     worker = Worker(read_shape(tmp_path), processes, options, optim)
     fused = {layer.fuse_wgrad_accumulation for layer in worker.module.modules() if isinstance(layer, ColumnLinear)}
     assert fused == {optim is not None and lora is None}
-
-
-def _source_of(module: str) -> ast.Module:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
