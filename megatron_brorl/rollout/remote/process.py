@@ -267,7 +267,7 @@ class Supervisor:
     def kill(self, why: str) -> None:
         """Kill the process. The supervising thread starts it again, so this returns at once."""
         with self.lock:
-            _log(f"{why}; killed")
+            print_error(f"brorl: {why}; killed")
             self._process.kill()
 
     def sleep(self) -> None:
