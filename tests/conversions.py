@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
-from safetensors.torch import load_file
 
 from megatron_brorl.checkpoints import convert
 from megatron_brorl.checkpoints import training as checkpoint
@@ -64,15 +64,8 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        tensors |= load_file(path)
-    return tensors
-
-
 def assert_same_weights(a: Path, b: Path) -> None:
-    first, second = weights(a), weights(b)
+    first, second = tiny.weights(a), tiny.weights(b)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert tensor.dtype == second[name].dtype

@@ -52,16 +52,12 @@ class Pool:
         return float(reward(answer))
 
     def submit(self, request: ScoreRequest) -> Future[ScoreResult]:
-        verdict: Future[ScoreResult] = Future()
-        nothing = request.answer is None
-        verdict.set_result(
-            ScoreResult(0.0, "no_answer", request.no_answer_reason) if nothing else self._verdict(request.answer)
-        )
-        return verdict
-
-    def _verdict(self, answer: str) -> ScoreResult:
+        answer = request.answer
+        if answer is None:
+            return completed(ScoreResult(0.0, "no_answer", request.no_answer_reason))
         value = self.judge(answer)
-        return ScoreResult(value, "ok", f"judged {answer!r}", {"even": value, "words": 1 / (1 + len(answer.split()))})
+        parts = {"even": value, "words": 1 / (1 + len(answer.split()))}
+        return completed(ScoreResult(value, "ok", f"judged {answer!r}", parts))
 
     def call(self, name: str, arguments: tuple) -> Future[ScoreResult]:
         return completed(score_result(judge(name)(*arguments)))

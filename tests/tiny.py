@@ -108,5 +108,8 @@ def log_probs(model: Any, prompt: Any, response: Any, temperature: float = 1.0) 
 
 
 def weights(directory: str | Path) -> dict[str, torch.Tensor]:
-    """Return the tensors that make_model wrote, by name."""
-    return load_file(Path(directory) / "model.safetensors")
+    """Return the tensors in all safetensors files of a directory, by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors

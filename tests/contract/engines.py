@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,16 @@ def make_engine(
     config: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     leader: RemoteEngine | None = None,
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RemoteEngine:
     """Start an engine, or connect another rank to the leader's engine."""
     c = EngineConfig(**{"cuda_graphs": False, **(config or {})})
-    sizes = {"vocab": model.shape.vocab, "context": 200, "max_rows": 600, **(options or {})}
-    section = dataclasses.asdict(c)
-    o = EngineOptions("trtllm", str(model.directory), dtype="float32", stop_ids=(2,), section=section, **sizes)
+    fields = {"engine": "trtllm", "context": 200, "dtype": "float32", "max_rows": 600, "stop_ids": (2,)}
+    fields |= {"vocab": model.shape.vocab, "section": dataclasses.asdict(c), **(options or {})}
+    o = EngineOptions(model=str(model.directory), **fields)
     folder = leader.folder if leader else make_folder(c.shared_memory)
     devices = None if leader else [0]
-    return RemoteEngine(c, o, hf_shapes(model.shape), folder, devices, log)
+    return RemoteEngine(c, o, hf_shapes(model.shape), folder, devices, log, decode=decode)
 
 
 def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> list[Rollout]:

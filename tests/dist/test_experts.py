@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from conversions import to_hf, weights
+from conversions import to_hf
 from dist.jobs import make_worker, rows, streamed
 from dist.steps import VARIANTS
 from dist.world import CP, EP, PP, SEQUENCE
@@ -214,7 +214,7 @@ def test_a_checkpoint_with_frozen_routers_becomes_a_hugging_face_directory(world
         "steps:resumed", models[NORMALIZED], EP, changes, steps=2, stop_at=2, root=str(tmp_path)
     )
     to_hf(tmp_path / "checkpoints" / "step_00000002", tmp_path / "back", Path(models[NORMALIZED]))
-    converted = weights(tmp_path / "back")
+    converted = tiny.weights(tmp_path / "back")
     torch.testing.assert_close(converted, expected, atol=0, rtol=0)
     before = tiny.weights(models[NORMALIZED])
     assert {name for name in before if torch.equal(converted[name], before[name])} == {

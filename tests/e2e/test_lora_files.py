@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import tiny
 import torch
-from conversions import weights
 from e2e.runs import brorl, reward_letters, train
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
@@ -58,10 +58,10 @@ def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, init, tmp_p
     assert done.returncode == 0, done.stderr
     assert "logits equal those of" in done.stderr
 
-    converted, expected = (weights(d / "adapter") for d in (tmp_path, adapted))
+    converted, expected = (tiny.weights(d / "adapter") for d in (tmp_path, adapted))
     assert converted.keys() == expected.keys()
     assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
-    merged, exported = weights(tmp_path / "model"), weights(adapted / "model")
+    merged, exported = tiny.weights(tmp_path / "model"), tiny.weights(adapted / "model")
     assert merged.keys() == exported.keys()
     assert all(torch.allclose(merged[name], tensor, rtol=0, atol=1e-6) for name, tensor in exported.items())
     stored = FileSystemReader(adapted / "checkpoints/step_00000004").read_metadata().state_dict_metadata
@@ -99,8 +99,8 @@ def test_supervised_training_moves_only_adapters(config, init, tmp_path):
     options = ["lora.rank=2", 'lora.targets=["q_proj", "down_proj"]', "sft.steps=3"]
     done = brorl("sft", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
     assert done.returncode == 0, done.stderr
-    base, merged = weights(init), weights(tmp_path / "model")
-    adapter = weights(tmp_path / "adapter")
+    base, merged = tiny.weights(init), tiny.weights(tmp_path / "model")
+    adapter = tiny.weights(tmp_path / "adapter")
     for name, before in base.items():
         if not name.endswith(("q_proj.weight", "down_proj.weight")):
             assert torch.equal(merged[name], before), name

@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def shared(model, tmp_path_factory):
     """An engine with the model's weights, for tests that do not change it. Starting one takes half a minute."""
-    engine = make_engine(model, tmp_path_factory.mktemp("shared") / "log", PYTHON)
+    engine = make_engine(model, tmp_path_factory.mktemp("shared") / "log")
     engine.update_weights(model.stream(), 0)
     yield engine
     engine.close()
@@ -36,7 +36,7 @@ def start(tmp_path):
     started = []
 
     def make(model, **kwargs):
-        engine = make_engine(model, tmp_path / f"log_{len(started)}", PYTHON, **kwargs)
+        engine = make_engine(model, tmp_path / f"log_{len(started)}", **kwargs)
         started.append(engine)
         return engine
 

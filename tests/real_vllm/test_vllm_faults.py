@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from vllm_engines import PYTHON, Model, draw, make_engine, tokens
+from vllm_engines import Model, draw, make_engine, tokens
 
 from megatron_brorl.errors import UserError
 
@@ -49,7 +49,7 @@ def nothing_left_of(engine):
 def hurt(tmp_path_factory):
     """Yield a model and an engine for tests that change the weights and restart the engine."""
     model = Model(tmp_path_factory.mktemp("changing"), "qwen2", tied=True)
-    engine = make_engine(model, tmp_path_factory.mktemp("hurt") / "log", PYTHON)
+    engine = make_engine(model, tmp_path_factory.mktemp("hurt") / "log")
     engine.update_weights(model.stream(), 0)
     yield model, engine
     engine.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,11 +11,7 @@ from typing import Any
 import torch
 from contract import engines
 
-from megatron_brorl.config.schema import EngineConfig
-from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.remote.process import make_folder
-from megatron_brorl.rollout.remote.protocol import EngineOptions
 from megatron_brorl.rollout.remote.remote_engine import RemoteEngine
 from megatron_brorl.types import Rollout
 
@@ -49,29 +44,13 @@ class Model(engines.Model):
 def make_engine(
     model: Model,
     log: Path,
-    python: Path,
     config: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RemoteEngine:
-    c = EngineConfig(**{"python": str(python), **(config or {})})
-    o = EngineOptions(
-        **{
-            "engine": "vllm",
-            "model": str(model.directory),
-            "vocab": model.shape.vocab,
-            "context": 64,
-            "dtype": "float32",
-            "max_rows": 512,
-            "stop_ids": (2,),
-            "section": dataclasses.asdict(c),
-            "threads": 1,
-            "kv_bytes": 1 << 30,
-            **(options or {}),
-        }
-    )
-    folder = make_folder(c.shared_memory)
-    return RemoteEngine(c, o, hf_shapes(model.shape), folder, [0], log, decode=decode)
+    keys = {"python": str(PYTHON), "cuda_graphs": True, **(config or {})}
+    fields = {"engine": "vllm", "context": 64, "max_rows": 512, "threads": 1, "kv_bytes": 1 << 30, **(options or {})}
+    return engines.make_engine(model, log, keys, fields, decode=decode)
 
 
 draw = partial(engines.draw, sampling=SAMPLING)

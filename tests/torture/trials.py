@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import forks
 import pyarrow as pa
-from e2e.runs import ENVIRONMENT, make_model, reward_letters, write_config
+from e2e.runs import ENVIRONMENT, make_model, reward_letters, rows, write_config
 from torture import faults
 
 from megatron_brorl import rollout_log
@@ -57,11 +57,10 @@ class Outcome:
     @classmethod
     def read(cls, directory: Path) -> Outcome:
         """Return the outcome of the run in a directory."""
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((directory / "summary.json").read_text())
         folder = directory / rollout_log.FOLDER
         return cls(
-            metrics=[{k: v for k, v in line.items() if k != "time"} for line in lines],
+            metrics=rows(directory),
             summary={k: v for k, v in summary.items() if k not in _TIMED},
             records={
                 str(m): (rollout_log.read_groups(folder, m), rollout_log.read_rollouts(folder, m))

@@ -26,7 +26,6 @@ from conversions import (
     save_checkpoint,
     to_hf,
     to_megatron,
-    weights,
 )
 from full_disk import file_size_limit
 from random_model import write_random_model
@@ -82,7 +81,7 @@ def test_conversion_is_bit_exact_both_ways_and_logits_equal_transformers(tmp_pat
             assert (tmp_path / f"back-{name}" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
     assert names(tmp_path) == ["a", "b", "back-a", "back-b", "hf"]
     assert len(list((tmp_path / "a").glob("*.distcp"))) == tensor * pipeline
-    assert size == sum(t.numel() * 4 for t in weights(tmp_path / "hf").values())
+    assert size == sum(t.numel() * 4 for t in tiny.weights(tmp_path / "hf").values())
     gap = convert.verify(tmp_path / "hf", tmp_path / "a", read_shape(tmp_path / "hf"))
     assert gap < 1e-4
 
@@ -154,7 +153,7 @@ def test_adapters_of_a_checkpoint_are_merged(tmp_path, family, dtype, error):
     adapters = {name: tensor.double() for name, tensor in worker.adapter_tensors()}
     to_hf(saved, tmp_path / "back", config=base)
 
-    merged, before = weights(tmp_path / "back"), weights(base)
+    merged, before = tiny.weights(tmp_path / "back"), tiny.weights(base)
     assert merged.keys() == before.keys()
     for name, weight in before.items():
         expected = weight.to(dtype).double()
@@ -255,7 +254,7 @@ def test_memory_is_bounded_by_the_largest_tensor_and_one_file(tmp_path, monkeypa
     config |= {"num_hidden_layers": 24, "hidden_size": 192, "vocab_size": 2001, "tie_word_embeddings": tied}
     write_random_model(config, tmp_path / "hf", 0, torch.bfloat16)
     largest = 2001 * 192 * 2
-    total = sum(t.numel() * 2 for t in weights(tmp_path / "hf").values())
+    total = sum(t.numel() * 2 for t in tiny.weights(tmp_path / "hf").values())
     assert total > 10 * largest
     source = tmp_path / "hf/model.safetensors"
     monkeypatch.setattr(safetensors_files, "MAX_SHARD_BYTES", largest)

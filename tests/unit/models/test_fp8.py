@@ -29,7 +29,6 @@ def shape(**changes: int) -> ModelShape:
         ("tensorwise", L40, "12.4", "2.11", ""),
         ("blockwise", H100, "12.9", "2.9.0+abc", ""),
         ("blockwise", H100, "13.0", "2.20.2", ""),
-        ("delayed", H100, "13.0", "2.20.2", ""),
         ("mxfp8", B200, "13.0", "2.9", ""),
         ("delayed", A100, "12.9", "2.9", "compute capability 8.9 (this GPU: 8.0)"),
         ("blockwise", H100, "12.8", "2.9", "CUDA 12.9 (here: 9.0 and 12.8): use 'tensorwise'"),

@@ -29,6 +29,12 @@ from megatron_brorl.train.worker import StageOptions, Worker
 
 SOURCE = ast.parse((Path(megatron_brorl.__file__).parent / "models" / "layers" / "te.py").read_text(encoding="utf-8"))
 EXTENSION = "megatron.core.extensions.transformer_engine"
+IMPORTED = {  # module and name by the name in SOURCE
+    alias.asname or alias.name: (node.module or "", alias.name)
+    for node in ast.walk(SOURCE)
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
 
 
 def _wrappers() -> dict[str, ast.ClassDef]:
@@ -40,21 +46,12 @@ def _wrappers() -> dict[str, ast.ClassDef]:
     return {node.name: node for node in ast.walk(source) if isinstance(node, ast.ClassDef)}
 
 
-def _imports() -> dict[str, tuple[str, str]]:
-    return {
-        alias.asname or alias.name: (node.module or "", alias.name)
-        for node in ast.walk(SOURCE)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-
-
 def test_every_call_fits_its_signature():
     checked = set()
     for node in ast.walk(SOURCE):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             continue
-        module, name = _imports().get(node.func.id, ("", ""))
+        module, name = IMPORTED.get(node.func.id, ("", ""))
         if module.startswith("megatron.") and module != EXTENSION:
             what = getattr(importlib.import_module(module), name)
             keywords = {k.arg: None for k in node.keywords if k.arg}
