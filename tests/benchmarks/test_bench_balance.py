@@ -16,7 +16,7 @@ def test_efficiency():
 
 
 def test_lengths_and_kept_groups():
-    outcomes = simulation.drawn(512, seed=1)
+    outcomes = simulation.sample_outcomes(512, seed=1)
     assert len(outcomes.kept) == 79  # 62% of 128
     assert outcomes.tokens.max() == simulation.LONGEST
     logs = outcomes.tokens.double().log()

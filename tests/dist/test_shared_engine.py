@@ -59,12 +59,11 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", str(dist.get_rank()))
         patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
-        patch.setattr(remote_engine, "RemoteEngine", lambda *arguments: arguments)
-        arguments: Any = connect_engine(config, {}, 200, 304, (2,))
-    _, _, _, place, devices, *_, meet = arguments
+        patch.setattr(remote_engine, "RemoteEngine", lambda *_, **keywords: keywords)
+        keywords: Any = connect_engine(config, {}, 200, 304, (2,))
     dist.barrier()
-    shutil.rmtree(place, ignore_errors=True)
-    return devices is not None, meet
+    shutil.rmtree(keywords["folder"], ignore_errors=True)
+    return keywords["devices"] is not None, keywords["wait_for_ranks"]
 
 
 def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> RemoteEngine:
