@@ -97,9 +97,9 @@ class Checkpoint:
         unknown = [n for n in self.files if n not in known and not n.endswith("rotary_emb.inv_freq")]
         if unknown:
             raise UserError(f"{self.directory}: unknown tensor {unknown[0]}; does config.json belong to it?")
-        for name in shapes:
-            if self.types[name] not in TYPES:
-                raise UserError(f"{self.directory}: {name} is of type {self.types[name]}: only unquantized checkpoints")
+        for name, kind in self.types.items():
+            if name in known and kind not in TYPES:
+                raise UserError(f"{self.directory}: {name} is of type {kind}: only unquantized checkpoints")
 
     def check_tied(self, shape: ModelShape) -> None:
         """Raise UserError if config.json ties the LM head to the embedding, but the files store a different head.
@@ -118,15 +118,13 @@ class Checkpoint:
             )
 
     def dtype(self, entry: WeightEntry) -> torch.dtype:
-        """Return the type of an entry's tensors. Raises UserError if they differ, or if it is none of TYPES."""
+        """Return the type of an entry's tensors, after `check`. Raises UserError if they differ."""
         types = {self.types[name] for name in entry.hf}
         kinds = ", ".join(sorted(types))
         if len(types) > 1:
             raise UserError(
                 f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must have the same"
             )
-        if kinds not in TYPES:
-            raise UserError(f"{self.directory}: {entry.hf[0]} is of type {kinds}: only unquantized checkpoints")
         return TYPES[kinds]
 
     def read(self, entry: WeightEntry) -> list[Tensor]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_brorl.api.engine import Engine
 from megatron_brorl.checkpoints import hugging_face, safetensors_files
-from megatron_brorl.checkpoints.hugging_face import Checkpoint
+from megatron_brorl.checkpoints.hugging_face import Checkpoint, open_checked
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
@@ -125,6 +125,15 @@ def test_an_invalid_directory_is_reported(models: Path, tmp_path: Path, arrange:
     directory = arrange(*copies(models, tmp_path))
     with pytest.raises(UserError, match=f"{directory}.*{message}"):
         Checkpoint(directory)
+
+
+def test_quantized_weights_are_refused(models: Path, tmp_path: Path) -> None:
+    one, _ = copies(models, tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(one / WEIGHTS)
+    save(tensors | {name: tensors[name].to(torch.int8)}, one / WEIGHTS)
+    with pytest.raises(UserError, match=rf"{name} is of type I8"):
+        open_checked(one, read_shape(one))
 
 
 def test_an_export_has_no_index_of_the_source(models: Path, tmp_path: Path) -> None:
