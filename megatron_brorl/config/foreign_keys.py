@@ -1,8 +1,9 @@
 """Keys of TRL (GRPOConfig), verl, NeMo RL and version 0.2.0, for the message about an unknown key.
 
-A name is the end of a key: several parts if the last one alone has several meanings or is a key of this project, too.
-A value of the tables is the key of this project, with the conversion in parentheses if the value has another meaning
-here, or "none: " and the reason. A step is one round of sampling and training. A step of TRL is an optimizer step.
+Each table maps a key of another program to the answer. Only the end of the key is stored. It has several parts if its
+last part has several meanings, or is also a key of this project. The answer is the key of this project, with the
+conversion in parentheses if the value has another meaning here. It is "none: " and the reason if there is no such key.
+A step is one round of sampling and training. A step of TRL is an optimizer step.
 """
 
 from __future__ import annotations
