@@ -51,8 +51,8 @@ while true; do
   wait $! && STATUS=0 || STATUS=$?
   kill -0 $! 2>/dev/null || break # otherwise a trapped signal ended the wait
 done
-# After scancel the ranks save too, but the job is "COMPLETING" then, and must not start again.
-if [ "$STATUS" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+# After scancel the ranks save too, but the job is COMPLETING then and must not start again. If squeue fails, it does.
+if [ "$STATUS" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != COMPLETING ]; then
   echo "run.sh: the state is saved; requeueing job $SLURM_JOB_ID"
   scontrol requeue "$SLURM_JOB_ID"
 fi
