@@ -485,7 +485,9 @@ class TrainConfig:
     """Length of the run, memory, checkpoints and checks."""
 
     steps: Natural = key(100, "Maximum number of training steps.")
-    max_seconds: NonNegativeFloat = key(0.0, "Seconds of training steps after which the run ends. 0 sets no limit.")
+    max_seconds: NonNegativeFloat = key(
+        0.0, "Seconds of training steps after which the run ends. 0 sets no limit. Ends refills, too."
+    )
     patience: Natural = key(0, "Consecutive evaluations without a new best pass@1 before the run ends. 0 disables it.")
     tokens_per_micro_batch: Natural = key(
         0, "Maximum number of tokens of a micro-batch on a rank. 0 uses 2,048 on a CPU and 16,384 on a GPU."

@@ -131,13 +131,17 @@ class Collector:
     costs: CostModel  # of training on a rollout
     no_routes: Tensor | None = None  # routes of no token, if rollouts have routes
 
-    def collect(self, carried: CarriedGroups, step: int, start: SourcePosition, version: int) -> Collected:
+    def collect(
+        self, carried: CarriedGroups, step: int, start: SourcePosition, version: int, seconds_left: float
+    ) -> Collected:
         """Sample, score and select groups. Repeat while too few are kept, up to rollout.refills times. Collective.
 
         carried: groups from the previous step. start: where to read prompts. version: of the actor's weights.
+        seconds_left: after these, the groups are not sampled again (train.max_seconds).
         Raises UserError if too many rollouts are lost or have no reward.
         """
         config = self.config
+        end = time.monotonic() + seconds_left
         target = config.rollout.prompts
         # Clear the cache of scores once per step, so that all rounds of the step share it.
         self.runner.pool.reset()
@@ -159,6 +163,7 @@ class Collector:
             prompts_read = position.prompts_read + len(prompts)
             position = replace(position, rounds=position.rounds + 1, prompts_read=prompts_read)
             rollouts, own_counts, own_seconds = self._sample(carried, groups, len(prompts))
+            own_counts["late"] = float(time.monotonic() > end)
             scored += rollouts
             _add(counts, collectives.all_reduce_sum(own_counts))
             _add(seconds, own_seconds)
@@ -180,7 +185,7 @@ class Collector:
             outcomes = select_groups(outcomes, config.algo.dynamic_sampling)
             position = position.with_kept(start, sum(g >= len(carried.groups) for g in outcomes.kept))
             missing = target - len(outcomes.kept)
-            if missing <= 0:
+            if missing <= 0 or counts["late"]:
                 break
 
         surplus = outcomes.kept[target:] if config.rollout.refills else []

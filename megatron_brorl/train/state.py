@@ -58,15 +58,17 @@ class RunState(BaseModel):
         """Return whether train.steps, train.max_seconds or train.patience is reached. The same on all ranks."""
         return (
             self.step >= config.steps
-            or bool(config.max_seconds and self.trained_s >= config.max_seconds)
+            or self.seconds_left(config) <= 0
             or bool(config.patience and self.early_stopping.count >= config.patience)
         )
 
+    def seconds_left(self, config: TrainConfig) -> float:
+        """Return the seconds of training steps until train.max_seconds; infinite without that limit."""
+        return config.max_seconds - self.trained_s if config.max_seconds else math.inf
+
     def steps_left(self, config: TrainConfig) -> float:
         """Return the number of steps until train.max_seconds at the mean speed so far; infinite without that limit."""
-        if not (config.max_seconds and self.trained_s):
-            return math.inf
-        return max(0.0, config.max_seconds / self.trained_s - 1) * self.step
+        return max(0.0, self.seconds_left(config)) * self.step / self.trained_s if self.trained_s else math.inf
 
 
 def read_state(directory: Path) -> RunState:

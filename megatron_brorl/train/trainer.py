@@ -189,7 +189,9 @@ class Trainer:
 
         sampling = self.collector.sampling
         with span("collect"):
-            collected = self.collector.collect(state.carried, state.step, state.source_position, state.updates)
+            collected = self.collector.collect(
+                state.carried, state.step, state.source_position, state.updates, state.seconds_left(config.train)
+            )
         state.carried = collected.carried  # unfinished and surplus groups, which the next step starts from
         state.source_position = collected.source_position
         groups = collected.groups

@@ -118,11 +118,11 @@ def test_early_stopping_and_the_model_card(config, warm, tmp_path):
     assert len(rows(run)) == 2
 
 
-def test_the_time_limit_ends_a_run(config, init, tmp_path):
-    options = ["train.max_seconds=1e-3", "train.steps=50", "rollout.n=8", "data.held_out=[]"]
+def test_the_time_limit_ends_refills_and_the_run(config, init, tmp_path):
+    options = ["train.max_seconds=1e-3", "train.steps=50", "rollout.n=8", "rollout.refills=1000", "data.held_out=[]"]
     done = brorl("train", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
     assert done.returncode == 0, done.stderr
-    assert len(rows(tmp_path)) == 1
+    assert [row["rounds"] for row in rows(tmp_path)] == [1]
 
 
 def test_a_student_learns_from_a_teacher_and_resumes_bit_exactly(config, init, warm, tmp_path):
