@@ -29,16 +29,16 @@ class Sampler:
     """Wraps sample_tokens: sibling i ends at its length with the stop token."""
 
     def __init__(self, siblings: int, device: torch.device) -> None:
-        # Only its values change, because the engine may have captured it in a CUDA graph.
+        # Later calls write to this tensor in place, because the engine may have captured it in a CUDA graph.
         self.lengths = torch.zeros(siblings, dtype=torch.int64, device=device)
-        self.look: Callable[[], int] | None = None
-        self.looked = 0  # result of `look` at the last draw
+        self.probe: Callable[[], int] | None = None  # called at every draw
+        self.probed = 0  # the last result of `probe`
 
     def __call__(
         self, logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, t: float, top_p: float, top_k: int
     ) -> tuple[Tensor, Tensor]:
-        if self.look:
-            self.looked = self.look()
+        if self.probe:
+            self.probed = self.probe()
         ids, log_probs = sample_tokens(logits, keys, index, position, t, top_p, top_k)
         ids = torch.where(ids == STOP, STOP + 1, ids)
         return torch.where(position + 1 == self.lengths[index], STOP, ids), log_probs
@@ -55,13 +55,13 @@ def main() -> None:
         shape, hf_shapes(shape), device, dtype, len(job["lengths"]), sampler, backend("fused", device).decode
     )
     weights = {name: tensor.to(dtype) for name, tensor in load_file(f"{job['model']}/{WEIGHTS}").items()}
-    engine.update_weights(weights.items(), 0)
+    engine.update_weights(weights.items(), version=0)
 
     def generate(prompt: list[int], lengths: list[int], seed: int) -> Sequence[Sequence[int]]:
         sampler.lengths.copy_(torch.tensor(lengths))
-        sampling = Sampling(1.0, 1.0, 0, max(lengths), (STOP,))
-        request = Request(Prompt(str(seed), "", tuple(prompt), None, "exact"), seed, len(lengths))
-        (group,) = engine.generate([request], sampling)
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=max(lengths), stop_ids=(STOP,))
+        request_prompt = Prompt(id=str(seed), text="", token_ids=tuple(prompt), answer=None, verifier="exact")
+        (group,) = engine.generate([Request(request_prompt, key=seed, n=len(lengths))], sampling)
         return [r.token_ids.tolist() for r in group]
 
     timings: dict[str, Any] = time_rollouts(job, generate)
@@ -71,7 +71,7 @@ def main() -> None:
         engine.update_weights(weights.items(), version)
         syncs.append(time.perf_counter() - start)
 
-    # Memory per prompt token, from two prompts of which one is twice as long, at the second draw.
+    # Measure the memory of one prompt: the difference between that prompt twice and once, at the second draw.
     def kv_bytes() -> int:
         pool = engine._pool
         assert pool
@@ -79,10 +79,10 @@ def main() -> None:
 
     prompt = job["prompts"][0]
     kv_sizes = []
-    sampler.look = kv_bytes
+    sampler.probe = kv_bytes
     for times in (1, 2):
-        generate(prompt * times, [2] * len(job["lengths"]), 0)
-        kv_sizes.append(sampler.looked)
+        generate(prompt * times, [2] * len(job["lengths"]), seed=0)
+        kv_sizes.append(sampler.probed)
     answer(**timings, weight_sync_ms=1000 * statistics.median(syncs), prompt_kv_bytes=kv_sizes[1] - kv_sizes[0])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_brorl.ops import philox
 
 ROUNDING = 5e-6  # error of a cumulative probability, relative to the total, from exponentials in float32
-NEGATIVE = float("-inf")
+INF = float("inf")
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ def normal(rows: int, vocab: int, scale: float = 2.0, seed: int = 0) -> Tensor:
 def masked(rows: int, vocab: int) -> Tensor:
     """Return logits whose row i keeps the multiples of i + 2; one row keeps only token 0."""
     token = torch.arange(vocab)
-    return torch.stack([normal(1, vocab, seed=i)[0].masked_fill(token % (i + 2) != 0, NEGATIVE) for i in range(rows)])
+    return torch.stack([normal(1, vocab, seed=i)[0].masked_fill(token % (i + 2) != 0, -INF) for i in range(rows)])
 
 
 def one_left(rows: int, vocab: int) -> Tensor:
-    logits = torch.full((rows, vocab), NEGATIVE)
+    logits = torch.full((rows, vocab), -INF)
     logits[torch.arange(rows), torch.arange(rows) * 37 % vocab] = -3.0
     return logits
 
@@ -99,16 +99,17 @@ CASES = {
 
 
 def weights(logits: np.ndarray, case: Case, top_p: float) -> np.ndarray:
-    """Return unnormalised probabilities [V] of one row, by sorting it."""
+    """Return the unnormalised probabilities [V] of one row, by sorting it; 0 for tokens that are never drawn."""
     order = np.argsort(-logits, kind="stable")
     if case.top_k:
-        order = order[: np.count_nonzero(logits >= logits[order[min(case.top_k, len(order)) - 1]])]
-    e = np.exp((logits - logits.max()) / case.temperature)
+        kth_largest = logits[order[min(case.top_k, len(order)) - 1]]
+        order = order[: np.count_nonzero(logits >= kth_largest)]  # keeps its ties
+    mass = np.exp((logits - logits.max()) / case.temperature)
     if top_p < 1:
-        before = np.concatenate(([0.0], np.cumsum(e[order])[:-1]))
-        order = order[before < top_p * e[order].sum()]
-    kept = np.zeros_like(e)
-    kept[order] = e[order]
+        mass_before = np.concatenate(([0.0], np.cumsum(mass[order])[:-1]))
+        order = order[mass_before < top_p * mass[order].sum()]
+    kept = np.zeros_like(mass)
+    kept[order] = mass[order]
     return kept
 
 
@@ -121,13 +122,13 @@ def check(draw: Callable[..., tuple[Tensor, Tensor]], case: Case, device: str, d
     assert ids.device.type == log_probs.device.type == device
     uniforms = philox.uniforms(*case.stream).tolist()
     rows = zip(logits.double().numpy(), ids.tolist(), log_probs.tolist(), uniforms, strict=True)
-    for z, token, log_prob, uniform in rows:
+    for row, token, log_prob, uniform in rows:
         if case.temperature == 0:
-            assert (token, log_prob) == (z.argmax(), 0)
+            assert (token, log_prob) == (row.argmax(), 0)
             continue
         # If the mass before a token equals top_p within rounding, the token may be kept or not.
-        near = {case.top_p, case.top_p * (1 - ROUNDING), min(1.0, case.top_p * (1 + ROUNDING))}
-        assert any(agrees(weights(z, case, p), token, log_prob, uniform) for p in near), (token, log_prob)
+        bounds = {case.top_p, case.top_p * (1 - ROUNDING), min(1.0, case.top_p * (1 + ROUNDING))}
+        assert any(agrees(weights(row, case, p), token, log_prob, uniform) for p in bounds), (token, log_prob)
 
 
 def agrees(mass: np.ndarray, token: int, log_prob: float, uniform: float) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -73,7 +73,7 @@ ERROR = 1e-5  # relative error of the ops over tokens, in float32
 
 
 def loss(number: int, job: Job) -> Iterator[Row]:
-    """Compare the fused loss with float64 and with the time of its three products. number: of bench_ops.SHAPES."""
+    """Compare the fused loss with float64 and with the time of three products. number: index in bench_ops.SHAPES."""
     from bench_ops import SHAPES
 
     for dtype in ("fp32",) if job.dry else ("bf16", "fp32"):
@@ -102,12 +102,12 @@ def _loss(what: str, dtype: str, shape: tuple[int, int, int], job: Job) -> Row:
     error = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)  # type: ignore[union-attr, operator]
     del hidden, weight, exact, inputs
 
-    products, taken = (
+    products, whole = (
         measure((name, dtype, shape, 0.0, job.device, torch.get_num_threads(), 5)) for name in ("products", "fused")
     )
     wrong = f"the error is {error:.2g}" if not error < LOSS_ERROR[dtype] else ""
-    ratio = {"over three products": taken["seconds"] / products["seconds"]}
-    return judged(what, wrong, error=error, ms=1e3 * taken["seconds"], **ratio, MiB=taken["extra_mib"])
+    ratio = {"over three products": whole["seconds"] / products["seconds"]}
+    return judged(what, wrong, error=error, ms=1e3 * whole["seconds"], **ratio, MiB=whole["extra_mib"])
 
 
 def tokens(job: Job) -> Iterator[Row]:
@@ -159,7 +159,15 @@ def _token_op(op: Callable[..., Any], table: Any, job: Job) -> Row:
 # Models.
 
 GAP = {"bf16": 0.05, "fp32": 1e-3}  # nats: mean difference of log-probabilities between engine and trainer
-Sizes = tuple[int, int, int, int]  # prompts, rollouts of each, prompt tokens, response tokens
+
+
+class Sizes(NamedTuple):
+    """Sizes of a step."""
+
+    groups: int  # prompts
+    n: int  # rollouts of each prompt
+    prompt: int  # tokens
+    response: int  # tokens
 
 
 def _job(model: str, sizes: Sizes, job: Job, dtype: str = "bf16", steps: int = 2) -> tuple[dict[str, Any], Path]:
@@ -168,17 +176,16 @@ def _job(model: str, sizes: Sizes, job: Job, dtype: str = "bf16", steps: int = 2
     from bench_common import DTYPES, MODELS, write_model
 
     if job.dry:
-        model, sizes, dtype = "t4", (2, 16, 8, 16), "fp32"
+        model, sizes, dtype = "t4", Sizes(groups=2, n=16, prompt=8, response=16), "fp32"
     directory = Path(job.scratch, model)
     if not directory.exists():
         part = Path(f"{directory}.part")  # Its stage may be killed.
         write_model(model, part, DTYPES["fp32" if job.dry else "bf16"])
         bench_step.write_tokenizer(MODELS[model]["vocab_size"], part)
         part.rename(directory)
-    groups, n, prompt, response = sizes
     common = {"device": job.device, "threads": os.cpu_count(), "trl_micro_batch": 64, "tokens_per_micro_batch": 16384}
-    args = argparse.Namespace(groups=groups, n=n, response=response, repeat=steps - 1, **common)
-    return bench_step.make_job(args, directory, prompt, dtype), Path(tempfile.mkdtemp(dir=job.scratch))
+    args = argparse.Namespace(groups=sizes.groups, n=sizes.n, response=sizes.response, repeat=steps - 1, **common)
+    return bench_step.make_job(args, directory, sizes.prompt, dtype), Path(tempfile.mkdtemp(dir=job.scratch))
 
 
 def _run(what: str, settings: dict[str, Any], folder: Path, *overrides: str) -> Row:
@@ -202,18 +209,18 @@ def step(what: str, model: str, sizes: Sizes, job: Job) -> Iterator[Row]:
 
 
 def remote_step(engine: str, package: str, size: int, job: Job) -> Iterator[Row]:
-    """Measure the second step of a run with the rollouts of another engine, on two GPUs each if size > 1 GPUs."""
+    """Measure the second step of a run on `size` GPUs with another engine, which uses two GPUs if there are several."""
     if not _has(python := job.pythons.get(engine, sys.executable), package):
         yield missing(engine, f"{python} has no {package}; --{engine}-python names another interpreter")
         return
     changes = [f"rollout.engine={engine}", f"engine.python={python}", f"engine.cuda_graphs={str(not job.dry).lower()}"]
     changes += ["--processes", str(size), "engine.tensor=2"] if size > 1 else []
-    yield _run(f"{engine}, {size} GPUs", *_job("1.5b", (4, 512, 128, 128), job), *changes)
+    yield _run(f"{engine}, {size} GPUs", *_job("1.5b", Sizes(groups=4, n=512, prompt=128, response=128), job), *changes)
 
 
 def _has(python: str, package: str) -> bool:
-    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    return not subprocess.run([python, "-c", look], capture_output=True).returncode
+    program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return not subprocess.run([python, "-c", program], capture_output=True).returncode
 
 
 def of_all(stage: Callable[[int, Job], Iterator[Row]], job: Job) -> Iterator[Row]:
@@ -228,7 +235,7 @@ def nccl(size: int, job: Job) -> Iterator[Row]:
     """Measure the bus bandwidth of an all-reduce of 1 GiB, as nccl-tests does."""
     with concurrent.futures.ProcessPoolExecutor(size, multiprocessing.get_context("spawn")) as pool:
         bandwidth = min(pool.map(partial(_all_reduce, size, job), range(size)))
-    yield judged(f"all-reduce, {size} GPUs", "", **{"GB/s": bandwidth})
+    yield judged(f"all-reduce, {size} GPUs", wrong="", **{"GB/s": bandwidth})
 
 
 def _all_reduce(size: int, job: Job, rank: int) -> float:
@@ -251,18 +258,18 @@ def lost_rank(size: int, job: Job) -> Iterator[Row]:
         "train.checkpoint_every=1",
         *(f"{key}.timeout_s={15 if job.dry else 60}" for key in ("parallel", "rollout")),
     ]
-    run_settings = settings(*_job("135m", (4, 64, 64, 64), job, steps=6))  # groups, siblings, prompt, response tokens
+    run_settings = settings(*_job("135m", Sizes(groups=4, n=64, prompt=64, response=64), job, steps=6))
     command = [sys.executable, "-m", "megatron_brorl", "train", *run_settings, "--processes", str(size), *changes]
     # Gloo's barrier names rank 1. On GPUs the report of stalls does.
     stalled = "waited for rank 1" if job.dry else "rank 1 ("
-    for number, expected in ((signal.SIGKILL, "rank 1 was ended"), (signal.SIGSTOP, stalled), (signal.SIGCONT, "")):
+    for sent, expected in ((signal.SIGKILL, "rank 1 was ended"), (signal.SIGSTOP, stalled), (signal.SIGCONT, "")):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
             output = next(line for line in run.stdout or () if "reward" in line)
             ranks = {child.environ()["RANK"]: child for child in psutil.Process(run.pid).children()}
-            ranks["1"].send_signal(number)
+            ranks["1"].send_signal(sent)
             output += run.communicate()[0]
         right = expected in output and (run.returncode == 0) == (not expected)
-        yield judged(f"rank 1 gets {number.name}", "" if right else output[-300:])
+        yield judged(f"rank 1 gets {sent.name}", "" if right else output[-300:])
 
 
 def trl(job: Job) -> Iterator[Row]:
@@ -272,16 +279,16 @@ def trl(job: Job) -> Iterator[Row]:
     if not _has(python := job.pythons.get("trl", sys.executable), "trl"):
         yield missing("TRL", f"{python} has no trl; --trl-python names another interpreter")
         return
-    settings, folder = _job("135m", (4, 512, 64, 128), job)
+    settings, folder = _job("135m", Sizes(groups=4, n=512, prompt=64, response=128), job)
     ours = _run("step 135m", settings, folder)
     yield ours
     seconds = ask(python, "trainer_trl.py", settings, folder)["steps"][-1]["step"]
-    yield judged("TRL", "", s=seconds, times=seconds / ours["s"])
+    yield judged("TRL", wrong="", s=seconds, times=seconds / ours["s"])
 
 
 def resume(job: Job) -> Iterator[Row]:
     """Compare the weights of a run of four steps with those of one that stopped after two and was resumed."""
-    settings, folder = _job("135m", (4, 64, 64, 64), job, steps=4)
+    settings, folder = _job("135m", Sizes(groups=4, n=64, prompt=64, response=64), job, steps=4)
 
     def weights() -> str:
         return hashlib.sha256((folder / "run" / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
@@ -313,7 +320,7 @@ def quickstart(job: Job) -> Iterator[Row]:
     report = train(run, settings, os.cpu_count() or 1)
     first, *later = (step["step"] for step in report["steps"])
     times = {"job s": report["job_seconds"], "with start s": time.perf_counter() - begun}
-    yield judged("quickstart", "", **{"first s": first, "later s": statistics.median(later)}, **times)
+    yield judged("quickstart", wrong="", **{"first s": first, "later s": statistics.median(later)}, **times)
 
 
 def engine(name: str, prompt: int, response: int, job: Job) -> Iterator[Row]:
@@ -330,26 +337,30 @@ def engine(name: str, prompt: int, response: int, job: Job) -> Iterator[Row]:
     from megatron_brorl.rollout.native.torch_engine import TorchEngine
     from megatron_brorl.types import Prompt
 
-    settings, _ = _job(name, (4, 512, prompt, response), job)
+    settings, _ = _job(name, Sizes(groups=4, n=512, prompt=prompt, response=response), job)
     shape, n, dtype = read_shape(settings["model"]), settings["n"], DTYPES[settings["dtype"]]
     device = torch.device(job.device)
     ops = backend("fused", device)
     native = TorchEngine(shape, hf_shapes(shape), device, dtype, 4 * n, ops.sample_tokens, ops.decode)
-    native.update_weights(load_file(f"{settings['model']}/{WEIGHTS}").items(), 0)
+    native.update_weights(load_file(f"{settings['model']}/{WEIGHTS}").items(), version=0)
     ids = prompts(shape.vocab, prompt, 8)
 
     def generate(keys: list[int], tokens: int) -> dict[int, list[Any]]:
-        requests = [Request(Prompt(str(key), "", tuple(ids[key]), None, "exact"), key, n) for key in keys]
-        # The token that ends a response is none of the vocabulary.
-        groups = native.generate(requests, Sampling(1.0, 1.0, 0, tokens, (shape.vocab,)))
+        requests = [
+            Request(Prompt(str(key), text="", token_ids=tuple(ids[key]), answer=None, verifier="exact"), key, n)
+            for key in keys
+        ]
+        # No response ends early, because the stop token is outside the vocabulary.
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=tokens, stop_ids=(shape.vocab,))
+        groups = native.generate(requests, sampling)
         return {key: [x.token_ids for x in group] for key, group in zip(keys, groups, strict=True)}
 
-    first = generate([0, 1, 2, 3], 16)
+    first = generate([0, 1, 2, 3], tokens=16)
     begun = time.perf_counter()
     count = sum(len(x) for group in generate([4, 5, 6, 7], settings["response"]).values() for x in group)
-    yield judged(f"engine {name}", "", **{"tokens/s": count / (time.perf_counter() - begun)})
+    yield judged(f"engine {name}", wrong="", **{"tokens/s": count / (time.perf_counter() - begun)})
 
-    again = generate([5, 2, 6, 0], 16)
+    again = generate([5, 2, 6, 0], tokens=16)
     equal = all(torch.equal(x, y) for key in (0, 2) for x, y in zip(first[key], again[key], strict=True))
     yield judged(f"engine {name}, tokens", "" if equal else "a rollout depends on the other rollouts of its batch")
 
@@ -362,9 +373,9 @@ def update(variant: str, te: bool, job: Job) -> Iterator[Row]:
         return
     from bench_update import measure
 
-    settings, _ = _job("1.5b", (1, 64, 512, 512), job)
+    settings, _ = _job("1.5b", Sizes(groups=1, n=64, prompt=512, response=512), job)
     row = measure(({**settings, "variant": variant, "without_te": not te},))
-    yield judged(what, "", s=row["seconds"], MiB=row["peak_mib"])
+    yield judged(what, wrong="", s=row["seconds"], MiB=row["peak_mib"])
 
 
 def profile(model: str, sizes: Sizes, dtype: str, overrides: Sequence[str], job: Job) -> Iterator[Row]:
@@ -403,7 +414,7 @@ def profile(model: str, sizes: Sizes, dtype: str, overrides: Sequence[str], job:
     parts = {"launches": "Launch", "synchronizations": "Synchronize"}  # of the names of CUDA's functions
     counts = {key: sum(x.count for _, x in calls if x.key[:2] == "cu" and part in x.key) for key, part in parts.items()}
     times = {"profiled seconds": whole / 1e3, "GPU busy": sum(ms for ms, _ in kernels) / whole}
-    yield judged(f"profile {model}", "", **counts, **times, kernels=longest(kernels), operations=longest(calls))
+    yield judged(f"profile {model}", wrong="", **counts, **times, kernels=longest(kernels), operations=longest(calls))
 
 
 QUICKSTART = ("algo.mini_batches=4", "algo.mini_batch_of=siblings", "algo.old_log_probs=rollout")
@@ -415,15 +426,15 @@ STAGES: dict[str, tuple[Callable[[Job], Iterator[Row]], float]] = {  # with a li
     "loss_135m": (partial(loss, 6), 60),
     "tokens": (tokens, 60),
     "resume": (resume, 120),
-    "step_32x16": (partial(step, "step 1.5b, 32 x 16", "1.5b", (32, 16, 128, 384)), 120),
-    "step_1x512": (partial(step, "step 1.5b, 1 x 512", "1.5b", (1, 512, 128, 384)), 120),
+    "step_32x16": (partial(step, "step 1.5b, 32 x 16", "1.5b", Sizes(groups=32, n=16, prompt=128, response=384)), 120),
+    "step_1x512": (partial(step, "step 1.5b, 1 x 512", "1.5b", Sizes(groups=1, n=512, prompt=128, response=384)), 120),
     "update_shared": (partial(update, "shared", False), 60),
     "update_full": (partial(update, "full", False), 60),
     "update_te_shared": (partial(update, "shared", True), 60),
     "update_te_full": (partial(update, "full", True), 60),
     "update_te_fp8": (partial(update, "fp8:delayed", True), 60),
-    "profile_135m": (partial(profile, "135m", (4, 512, 40, 6), "fp32", QUICKSTART), 60),
-    "profile_1.5b": (partial(profile, "1.5b", (32, 16, 128, 16), "bf16", ()), 90),
+    "profile_135m": (partial(profile, "135m", Sizes(groups=4, n=512, prompt=40, response=6), "fp32", QUICKSTART), 60),
+    "profile_1.5b": (partial(profile, "1.5b", Sizes(groups=32, n=16, prompt=128, response=16), "bf16", ()), 90),
     "trl": (trl, 150),
     "vllm": (partial(remote_step, "vllm", "vllm", 1), 180),
     "trtllm": (partial(remote_step, "trtllm", "tensorrt_llm", 1), 300),

@@ -12,11 +12,11 @@
 namespace brorl {
 namespace {
 
-// Return a stride of 1 for a dimension of size 1, whose stride is arbitrary, because the kernel needs a 1 in one of
-// them.
+// Return the stride of a dimension, or 1 if its size is 1. Torch's stride is arbitrary then, and the kernels need one
+// dimension with a stride of 1.
 int64_t stride(const at::Tensor& x, int64_t dim) { return x.size(dim) == 1 ? 1 : x.stride(dim); }
 
-bool strided_by_one(const at::Tensor& x) { return stride(x, 0) == 1 || stride(x, 1) == 1; }
+bool has_unit_stride(const at::Tensor& x) { return stride(x, 0) == 1 || stride(x, 1) == 1; }
 
 template <typename T>
 Matrix<T> operand(const at::Tensor& x) {
@@ -36,7 +36,7 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
       b.scalar_type() == a.scalar_type() && out.scalar_type() == expected, "gemm_: cannot multiply ", a.scalar_type(),
       " by ", b.scalar_type(), " to ", out.scalar_type());
   TORCH_CHECK_VALUE(
-      stride(out, 1) == 1 && strided_by_one(a) && strided_by_one(b),
+      stride(out, 1) == 1 && has_unit_stride(a) && has_unit_stride(b),
       "gemm_: out must be row-major, and each operand needs a dimension of stride 1");
   if (out.numel() == 0) return;
   if (a.size(1) == 0) {

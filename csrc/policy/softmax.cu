@@ -1,5 +1,5 @@
-// One block of threads per row of logits, whose memory it reads and writes by four elements. Exponentials are powers of
-// 2, which a GPU computes in one instruction.
+// One block of threads per row of logits. A thread reads and writes four elements at a time. Exponentials are computed
+// as powers of 2, for which a GPU has an instruction.
 #include "policy/softmax_cuda.h"
 
 #include <cuda_bf16.h>
@@ -93,36 +93,36 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(
   constexpr S infinity = S(INFINITY);
   const S* const row = logits + int64_t(blockIdx.x) * stride;
   const S factor = S(inverse_temperature * kLog2E);
-  // Of this thread's logits, as in SoftmaxPart, but with exponents of 2.
+  // Statistics of this thread's logits, as in SoftmaxPart, but with powers of 2.
   S largest = -infinity, sum = 0, weighted = 0;
   for (int tile = 0; tile < vocab; tile += kTile) {
     Four<S> z[kVectors];
-    S most = largest;
+    S new_largest = largest;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) z[k] = read(row, index_of(tile, k), vocab);
 #pragma unroll
-    for (int k = 0; k < kVectors * kWide; ++k) most = fmax(most, z[k / kWide].x[k % kWide]);
-    const S base = most == -infinity ? S(0) : most;
-    S own = 0, own_weighted = 0;
+    for (int k = 0; k < kVectors * kWide; ++k) new_largest = fmax(new_largest, z[k / kWide].x[k % kWide]);
+    const S base = new_largest == -infinity ? S(0) : new_largest;
+    S tile_sum = 0, tile_weighted = 0;
 #pragma unroll
     for (int k = 0; k < kVectors * kWide; ++k) {
       const S y = exponent(z[k / kWide].x[k % kWide], base, factor), e = fast_exp2(y);
-      own += e;
-      own_weighted += e * y;
+      tile_sum += e;
+      tile_weighted += e * y;
     }
     const S shift = exponent(largest, base, factor), scale = fast_exp2(shift);
-    weighted = scale * (weighted + shift * sum) + own_weighted;
-    sum = scale * sum + own;
-    largest = most;
+    weighted = scale * (weighted + shift * sum) + tile_weighted;
+    sum = scale * sum + tile_sum;
+    largest = new_largest;
   }
 
-  const S most = block_max(largest);
-  const S shift = exponent(largest, most == -infinity ? S(0) : most, factor), scale = fast_exp2(shift);
+  const S row_largest = block_max(largest);
+  const S shift = exponent(largest, row_largest == -infinity ? S(0) : row_largest, factor), scale = fast_exp2(shift);
   const Sums total = block_sums(scale * sum, scale * (weighted + shift * sum));
   if (threadIdx.x == 0) {
     const int64_t target = ids[blockIdx.x] - start;
     double* const out = statistics + 4 * int64_t(blockIdx.x);
-    out[0] = most;
+    out[0] = row_largest;
     out[1] = total.x;
     out[2] = total.y * kLn2;
     out[3] = target >= 0 && target < vocab ? double(row[target]) : 0.0;
@@ -136,18 +136,19 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
   const int64_t i = blockIdx.x;
   S* const row = logits + i * stride;
   const double* const s = statistics + 4 * i;
-  __shared__ SoftmaxGradient<S> of_row;
+  __shared__ SoftmaxGradient<S> gradient;
   if (threadIdx.x == 0) {
-    of_row = softmax_gradient<S>(
+    gradient = softmax_gradient<S>(
         {s[0], s[1], s[2]}, (s[3] - s[0]) * inverse_temperature, log_prob_gradient[i],
         entropy_gradient ? entropy_gradient[i] : S(0), inverse_temperature);
   }
   __syncthreads();
   const S largest = S(s[0]), factor = S(inverse_temperature * kLog2E);
-  const S constant = of_row.constant, slope = of_row.slope * S(kLn2);
+  const S constant = gradient.constant, slope = gradient.slope * S(kLn2);
   const bool zero = constant == 0 && slope == 0;  // a masked or clipped token
-  const int64_t own = ids[i] - start;
-  const int target = own >= 0 && own < vocab ? int(own) : -kWide;  // of no vector if it is on another rank
+  const int64_t local_id = ids[i] - start;
+  // If another rank has the target, -kWide matches no vector.
+  const int target = local_id >= 0 && local_id < vocab ? int(local_id) : -kWide;
   for (int tile = 0; tile < vocab; tile += kTile) {
     Four<S> d[kVectors] = {};
     if (!zero) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
       const int j = index_of(tile, k);
       if (target >= j && target < j + kWide) {
 #pragma unroll
-        for (int c = 0; c < kWide; ++c) d[k].x[c] = target == j + c ? of_row.at_target : d[k].x[c];
+        for (int c = 0; c < kWide; ++c) d[k].x[c] = target == j + c ? gradient.at_target : d[k].x[c];
       }
       if constexpr (narrow) {
         Four<__nv_bfloat16> rounded;

@@ -11,7 +11,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object, write_text
 
 PAGE = "report.html"
-SEVERAL = "comparison.html"
+COMPARISON = "comparison.html"
 
 
 def add_commands(commands: Any) -> None:
@@ -52,7 +52,7 @@ def _report(args: argparse.Namespace) -> int:
     from megatron_brorl.report.page import page
 
     runs = [Path(run).absolute() for run in args.runs]
-    out = args.out.absolute() if args.out else runs[0] / (PAGE if len(runs) == 1 else SEVERAL)
+    out = args.out.absolute() if args.out else runs[0] / (PAGE if len(runs) == 1 else COMPARISON)
     if out.suffix != ".html":  # so that no other file of the run is overwritten
         raise UserError(f"--out {args.out}: must end in .html")
     if not args.megabytes > 0:
@@ -75,7 +75,7 @@ def show(directory: Path, page: str = "") -> None:
     from megatron_brorl.report.content import SUMMARY
     from megatron_brorl.report.plots import plot_run
 
-    figure = plot_run(directory)  # last, because main.finished reads it as the end of a run
+    figure = plot_run(directory)  # the last file of a run: main.finished looks for it
     findings: dict[str, str] = {}
     path = directory / SUMMARY
     if path.is_file():
@@ -93,35 +93,37 @@ def show(directory: Path, page: str = "") -> None:
         print(f"warning: {sentence}")
 
 
-def _lines(s: dict[str, Any]) -> list[str]:
+def _lines(summary: dict[str, Any]) -> list[str]:
     """Return a summary as text."""
     from megatron_brorl.algo.pass_at_k import widest
 
-    steps = f"{s['steps']} step{'' if s['steps'] == 1 else 's'}"
-    lines = [f"{steps}, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts"]
+    steps = f"{summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
+    lines = [f"{steps}, N = {summary['rollouts_per_prompt']} rollouts, {summary['held_out_prompts']} held-out prompts"]
     for name in ("before", "after"):
-        p = s[f"pass_at_1_{name}"]
-        if not p:
+        rate = summary[f"pass_at_1_{name}"]
+        if not rate:
             lines.append(f"pass@1 {name:6}  not measured")
             continue
-        k = widest((s[name] or {}).get("pass_at_k", {}))
-        more = f"   pass@{k[0]}  {k[1]:.4f}" if k else ""
-        lines.append(f"pass@1 {name:6}  {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
-        r = s[f"mean_reward_{name}"]
-        if r["mean"] != p["mean"]:
-            lines.append(f"reward {name:6}  {r['mean']:.4g}  95% interval {r['low']:.4g} to {r['high']:.4g}")
-    if best := s.get("best_checkpoint"):
+        k_and_rate = widest((summary[name] or {}).get("pass_at_k", {}))
+        at_k = f"   pass@{k_and_rate[0]}  {k_and_rate[1]:.4f}" if k_and_rate else ""
+        lines.append(f"pass@1 {name:6}  {rate['mean']:.4f}  95% interval {rate['low']:.4f} to {rate['high']:.4f}{at_k}")
+        reward = summary[f"mean_reward_{name}"]
+        if reward["mean"] != rate["mean"]:
+            interval = f"95% interval {reward['low']:.4g} to {reward['high']:.4g}"
+            lines.append(f"reward {name:6}  {reward['mean']:.4g}  {interval}")
+    if best := summary.get("best_checkpoint"):
         name = best["metric"].replace("_at_", "@")
         lines.append(f"best     after {best['step']} steps, {name} {best['value']:.4f}: checkpoints/best")
-    tasks = _task_lines(s["before"], s["after"]) if s["before"] and s["after"] else []
-    return [*lines, *tasks, f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes"]
+    tasks = _task_lines(summary["before"], summary["after"]) if summary["before"] and summary["after"] else []
+    job = f"job {summary['job_seconds']:.0f} s, peak memory {summary['peak_rss_mib']:.0f} MiB over all processes"
+    return [*lines, *tasks, job]
 
 
 def _task_lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return pass@1 of each task before and after, if there are several tasks."""
     from megatron_brorl.rollout_log import one_line
 
-    tasks = {one_line(name): (before["by_task"].get(name), p) for name, p in after["by_task"].items()}
+    tasks = {one_line(name): (before["by_task"].get(name), rate) for name, rate in after["by_task"].items()}
     if len(tasks) < 2:
         return []
     width = max(map(len, tasks))
@@ -129,9 +131,9 @@ def _task_lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return ["pass@1 by task, with 95% intervals:", *lines]
 
 
-def _percent(p: dict[str, float] | None) -> str:
-    """Return the interval of a share, in percent."""
-    return f"{p['mean']:.1%} ({100 * p['low']:.1f} to {100 * p['high']:.1f})" if p else "not measured"
+def _percent(rate: dict[str, float] | None) -> str:
+    """Return a rate and its interval, in percent."""
+    return f"{rate['mean']:.1%} ({100 * rate['low']:.1f} to {100 * rate['high']:.1f})" if rate else "not measured"
 
 
 def _rollouts(args: argparse.Namespace) -> int:

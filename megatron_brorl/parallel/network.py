@@ -43,10 +43,11 @@ def store(world: int, timeout: timedelta) -> dist.Store:
     own = _own_address(host, world)
     # Keep the connection, because groups of an earlier call may keep the port in use.
     key = os.getpid(), own, host, port
-    shared = _stores[key] = _stores.get(key) or _tcp_store(own, host, int(port), int(rank), world, timeout)
+    if key not in _stores:
+        _stores[key] = _tcp_store(own, host, int(port), int(rank), world, timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # Process groups would take the keys of earlier ones for the addresses of their peers.
-    new = dist.PrefixStore(f"attempt {attempt}, call {next(_calls)}", shared)
+    # Without a new prefix, process groups would read the keys of earlier groups as the addresses of their peers.
+    new = dist.PrefixStore(f"attempt {attempt}, call {next(_calls)}", _stores[key])
     new.set_timeout(timeout)
     return new
 
@@ -56,13 +57,12 @@ _stores: dict[tuple[int, str, str, str], dist.TCPStore] = {}
 
 
 def _tcp_store(own: str, host: str, port: int, rank: int, world: int, timeout: timedelta) -> dist.TCPStore:
-    # torchrun has opened a store, which lives longer than the processes that it restarts.
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    # By default torch would listen on all interfaces.
-    if rank == 0 and not of_agent:
-        listener = _listener(own, port)
-        return dist.TCPStore(own, port, world, is_master=True, timeout=timeout, master_listen_fd=listener)
-    server = _LOOPBACK if own == _LOOPBACK and not of_agent else host
+    # If torchrun has opened a store, connect to it. It outlives the processes that torchrun restarts.
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    # Pass a socket to torch, which would listen on all interfaces otherwise.
+    if rank == 0 and not has_agent_store:
+        return dist.TCPStore(own, port, world, is_master=True, timeout=timeout, master_listen_fd=_listener(own, port))
+    server = _LOOPBACK if own == _LOOPBACK and not has_agent_store else host
     return dist.TCPStore(server, port, world, is_master=False, timeout=timeout)
 
 
@@ -75,10 +75,10 @@ def lost_peer(error: BaseException) -> str:
     """Return one line about the rank that a failed collective waited for, or "" for any other error."""
     text = str(error)
     if missing := re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", text):
-        which = f"rank{'s' if ',' in missing[1] else ''} {missing[1]}"
-        return f"waited for {which}: dead or too slow (stacks are above); {_HINT}"
-    of_torch = any(word in text for word in ("gloo", "NCCL", "TCPStore", "ProcessGroup", "monitoredBarrier"))
-    if not of_torch and "Dist" not in type(error).__name__:
+        ranks = f"rank{'s' if ',' in missing[1] else ''} {missing[1]}"
+        return f"waited for {ranks}: dead or too slow (stacks are above); {_HINT}"
+    is_from_torch = any(word in text for word in ("gloo", "NCCL", "TCPStore", "ProcessGroup", "monitoredBarrier"))
+    if not is_from_torch and "Dist" not in type(error).__name__:
         return ""
     if "Timed out" in text or "timed out" in text or "Timeout" in text:
         return f"another rank did not respond in parallel.timeout_s (rank 0 names it, unless it is rank 0); {_HINT}"
@@ -90,8 +90,9 @@ def lost_peer(error: BaseException) -> str:
 def _own_address(host: str, world: int) -> str:
     """Return the address on which this process listens, and set its interface for gloo. host: rank 0's machine."""
     # Without a launcher, LOCAL_WORLD_SIZE is missing, and only the address of rank 0 shows whether all ranks are here.
-    here = os.environ.get("LOCAL_WORLD_SIZE")
-    if int(here) == world if here else host == "localhost" or _is_loopback(host):
+    local_world = os.environ.get("LOCAL_WORLD_SIZE")
+    all_here = int(local_world) == world if local_world else host == "localhost" or _is_loopback(host)
+    if all_here:
         _use_loopback()
         return _LOOPBACK
 
@@ -116,9 +117,9 @@ def _use_loopback() -> None:
 def _local_address_towards(host: str) -> str:
     """Return the address of the interface from which this machine reaches host."""
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as s:
-            s.connect(where)  # sends nothing
+            s.connect(address)  # sends nothing
             return str(s.getsockname()[0])
     except OSError as e:
         raise UserError(f"MASTER_ADDR = {host}: {e.strerror}; give the address of rank 0's machine") from None

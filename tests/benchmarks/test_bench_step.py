@@ -11,7 +11,7 @@ import pytest
 
 from megatron_brorl.data.tokenizers import load_tokenizer
 
-T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
+T4_WEIGHTS = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256  # layers: q and o, k and v, MLP; head
 
 
 @pytest.mark.slow
@@ -25,19 +25,19 @@ def test_rows(monkeypatch, tmp_path):
     (row,) = json.loads(out.read_text())
     assert row["engine"] == "brorl"
     assert set(row["seconds"]) == {"generate", "score", "train", "weight_sync", "step"}
-    assert sum(row["seconds"].values()) <= 2.01 * row["seconds"]["step"]  # the phases are parts of the step
+    assert sum(row["seconds"].values()) <= 2.01 * row["seconds"]["step"]  # the step and its phases
     assert 16 * 15 <= row["tokens"] <= 16 * 16  # few responses end before the limit
     assert row["samples_per_s"] == pytest.approx(16 / row["seconds"]["step"])
-    assert row["fma_peak_share"] == pytest.approx(8 * T4_MATRICES * row["tokens_per_s"] / peak)
+    assert row["fma_peak_share"] == pytest.approx(8 * T4_WEIGHTS * row["tokens_per_s"] / peak)  # sample: 2, train: 6
 
 
 def test_prompts_have_the_requested_tokens(tmp_path):
     vocab = bench_common.MODELS["t4"]["vocab_size"]
-    bench_common.write_model("t4", tmp_path)  # whose config.json decides on the class of the tokenizer
+    bench_common.write_model("t4", tmp_path)  # load_tokenizer reads its config.json
     bench_step.write_tokenizer(vocab, tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.vocab_size == vocab
-    for row in bench_step.questions(vocab, 64, 3):
+    for row in bench_step.questions(vocab, tokens=64, count=3):
         assert len(tokenizer.encode_prompt(row["prompt"])) == 64
     text = "<answer>1</answer>1<w500>"
     assert len(tokenizer.encode(text)) == 2
@@ -47,4 +47,4 @@ def test_prompts_have_the_requested_tokens(tmp_path):
 def test_a_step_without_a_signal_is_refused():
     result = {"steps": [{"reward": 0.5}, {"reward": 0.0}]}
     with pytest.raises(bench_step.EngineFailed, match="nothing to train on"):
-        bench_step.row("brorl", result, {"n": 2, "response": 1}, 1, 1)
+        bench_step.row("brorl", result, {"n": 2, "response": 1}, prompt=1, weights=1)

@@ -22,7 +22,6 @@ from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.models.weights.stream import make_buckets
-from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import cpu_bridge
@@ -30,11 +29,10 @@ from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_stream import UpdateRefused, receive
 from megatron_brorl.train.weight_sync import sync_weights, verify_weights
-from megatron_brorl.train.worker import StageOptions, Worker
+from megatron_brorl.train.worker import Worker
 
 pytestmark = pytest.mark.slow
 BIG = (4, TP | PP)
-OPTIONS = StageOptions(100, backend("fused", torch.device("cpu")))
 
 
 class Engine:
@@ -119,11 +117,11 @@ def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, wher
     engine.faults_left = tries if rank == where else 0
     result: dict[str, Any] = {"refused": ""}
     try:
-        result["again"] = sync_weights(worker, engine, 1)
+        result["repeats"] = sync_weights(worker, engine, 1)
     except UpdateRefused as e:
         result["refused"] = str(e)
         result["kept"] = engine.version == 0 and all(torch.equal(x, old[n]) for n, x in engine.held.items())
-    result["after"] = sync_weights(worker, engine, 2)
+    result["repeats_of_next"] = sync_weights(worker, engine, 2)
     result["right"] = engine.version == 2 and all(torch.equal(x, 2 * old[n]) for n, x in engine.held.items())
     return result
 
@@ -226,19 +224,19 @@ MESSAGES = {
 @pytest.mark.parametrize(("fault", "where"), [("flip", 3), ("stop", 0)])
 def test_a_fault_on_one_rank_is_repaired_by_sending_again(worlds, weights, fault, where):
     size, parallel = BIG
-    for result in worlds(size).run("test_weight_sync_of_layouts:faulty", weights[0], parallel, fault, where, 1):
-        assert result == {"refused": "", "again": 1, "after": 0, "right": True}
+    for result in worlds(size).run("test_weight_sync_of_layouts:faulty", weights[0], parallel, fault, where, tries=1):
+        assert result == {"refused": "", "repeats": 1, "repeats_of_next": 0, "right": True}
 
 
 @pytest.mark.parametrize("fault", MESSAGES)
 def test_a_permanent_fault_is_refused_by_every_rank(worlds, weights, fault):
     """The engine that refused keeps its version; after the next sync all versions are equal."""
     size, parallel = BIG
-    results = worlds(size).run("test_weight_sync_of_layouts:faulty", weights[0], parallel, fault, 2, 2)
+    results = worlds(size).run("test_weight_sync_of_layouts:faulty", weights[0], parallel, fault, where=2, tries=2)
     for rank, result in enumerate(results):
         expected = MESSAGES[fault] if rank == 2 else "version 1: refused by the engine of another rank"
         assert expected in result["refused"]
-        assert result["after"] == 0
+        assert result["repeats_of_next"] == 0
         assert result["right"]
     assert results[2]["kept"]
 
@@ -249,11 +247,11 @@ def test_a_rank_that_dies_in_an_update_leaves_the_other_engines_unchanged(weight
     answers = []
     try:
         with pytest.raises((EOFError, ConnectionError)):
-            world.run("test_weight_sync_of_layouts:killed", weights[0], BIG[1], 0)
-        for pipe, process in list(zip(world.pipes, world.processes, strict=True))[1:]:
+            world.run("test_weight_sync_of_layouts:killed", weights[0], BIG[1], where=0)
+        for pipe, process in zip(world.pipes[1:], world.processes[1:], strict=True):
             assert pipe.poll(120)
             answers.append(pipe.recv())
-            process.kill()  # as a rank with an error ends, so that its peers notice
+            process.kill()  # A rank with an error ends, and the ranks that wait for it fail, too.
     finally:
         world.close()
     assert len(answers) == 3
@@ -270,10 +268,10 @@ def test_different_copies_of_the_weights_are_refused(worlds, weights):
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), BIG])
 def test_verify_weights(worlds, weights, size, parallel):
-    gaps = worlds(size).run("test_weight_sync_of_layouts:verified", weights[0], parallel, False)
+    gaps = worlds(size).run("test_weight_sync_of_layouts:verified", weights[0], parallel, wrong=False)
     assert len(set(gaps)) == 1
     assert 0 < gaps[0] < 1e-4
-    for message in worlds(size).run("test_weight_sync_of_layouts:verified", weights[0], parallel, True):
+    for message in worlds(size).run("test_weight_sync_of_layouts:verified", weights[0], parallel, wrong=True):
         assert "an engine's log-probs differ from the actor's by" in message
 
 
@@ -283,7 +281,7 @@ def test_checkpoints_are_divided_as_megatron_divides_them(worlds, tmp_path, case
     from torch.distributed.checkpoint import FileSystemReader
 
     tiny.make_model(tmp_path / "hf", *case)
-    to_megatron(tmp_path / "hf", tmp_path / "ours", 2, 2)
+    to_megatron(tmp_path / "hf", tmp_path / "ours", tensor=2, pipeline=2)
     worlds(4).run(
         "test_weight_sync_of_layouts:save_by_megatron", str(tmp_path / "hf"), str(tmp_path / "theirs"), BIG[1]
     )

@@ -16,10 +16,10 @@ FINE = """rows.write('{"what": "b", "result": "ok", "speed": 12345.6}\\n')"""
 
 
 def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch):
-    row = """rows.write('{"what": "a", "result": "ok"}\\n{"what": '); rows.flush()"""
+    write = """rows.write('{"what": "a", "result": "ok"}\\n{"what": '); rows.flush()"""  # a row and half of another
     child = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True)"
     programs = {
-        "raises": f"{row}\nraise ValueError('a planted fault')",
+        "raises": f"{write}\nraise ValueError('a planted fault')",
         "hangs": f"{child}\ntime.sleep(600)",
         "dies": "os.abort()",
         "fine": FINE,
@@ -27,7 +27,7 @@ def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch):
     original = gpu_check.launch
 
     def launch(command, rows, log, limit):
-        program = f"import os, sys, time; rows = open(sys.argv[1], 'a')\n{programs[command[2]]}"
+        program = f"import os, sys, time; rows = open(sys.argv[1], 'a')\n{programs[command[2]]}"  # command[2]: stage
         return original([sys.executable, "-S", "-c", program, str(rows)], rows, log, limit)
 
     monkeypatch.setattr(gpu_check, "launch", launch)
@@ -41,7 +41,7 @@ def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch):
     assert next(row["result"] for row in rows if row["stage"] == "raises") == "ok"  # An earlier row is kept.
     assert rows[-1] == {"stage": "fine", "what": "b", "result": "ok", "speed": 12345.6}
 
-    # The file has the rows too. No child of the stage that hung is alive.
+    # The file has the rows too. The child of the stage that hung is dead, or a zombie.
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
     state = Path("/proc", (tmp_path / "hangs.log").read_text().strip(), "stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
@@ -110,7 +110,7 @@ def test_stages_run_in_the_dry_mode(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     launch = gpu_check.launch
 
-    def here(command, *arguments):
+    def launch_here(command, *arguments):
         if command[2].startswith(("update", "profile")):
             return launch(command, *arguments)
         import bench_common
@@ -121,7 +121,7 @@ def test_stages_run_in_the_dry_mode(tmp_path, monkeypatch):
         monkeypatch.setattr(bench_common, "run", run)
         return list(gpu_stages.STAGES[command[2]][0](gpu_stages.Job(**json.loads(Path(command[3]).read_text()))))
 
-    monkeypatch.setattr(gpu_check, "launch", here)
+    monkeypatch.setattr(gpu_check, "launch", launch_here)
     limits = dict.fromkeys(DRY, 600.0)
     job = {"device": "cpu", "scratch": str(tmp_path), "pythons": {}}
     rows = gpu_check.run_stages(limits, job, sys.stdout, total=3600.0)

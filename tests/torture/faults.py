@@ -23,8 +23,8 @@ from typing import Any
 import forks
 import pyarrow.parquet
 
-# Environment variable with JSON: {"folder", "rank", "log"} counts operations, and
-# {"folder", "rank", "where", "at", "fault", "lasting"} injects a fault.
+# Environment variable with JSON: {"folder", "rank", "log"} counts operations, and {"folder", "rank", "where", "at",
+# "fault", "lasting"} injects a fault into the at-th operation that is called where = "place: kind".
 KEY = "TORTURE"
 KILL = "SIGKILL"
 _CREATE = ("open to write", "mkdir", "rename", "replace", "write_table")

@@ -36,7 +36,7 @@ from megatron_brorl import rollout_log
 
 RANKS = 2
 FRESH, RESUMED = STAGES = ("from the beginning", "resumed")
-STARTS = 4  # most starts of a run after its fault
+STARTS = 4  # maximum number of starts of a run after its fault
 OPTIONS = [
     *("rollout.n=8", "rollout.prompts=4", "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=2"),
     *("evaluate.every=2", "evaluate.samples=1", "run.log=[]", "parallel.timeout_s=60", "theory.every=3"),
@@ -79,8 +79,8 @@ class Outcome:
         differing = [part for part in vars(self) if getattr(self, part) != getattr(other, part)]
         if wrong := [part for part in differing if not (disk_fault and part in warned)]:
             return f"other {', '.join(wrong)}"
-        left = [path.name for path in directory.rglob("*") if path.name.endswith((".writing", ".tmp"))]
-        return f"left behind: {left}" if left and not disk_fault else ""
+        leftovers = [path.name for path in directory.rglob("*") if path.name.endswith((".writing", ".tmp"))]
+        return f"left behind: {leftovers}" if leftovers and not disk_fault else ""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Torture:
 
     root: Path
     words: list[str] = field(default_factory=list)  # arguments of `brorl train`
-    operations: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)  # by stage and rank
+    operations: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)  # [stage, rank]["place: kind"]
     expected: Outcome | None = None
 
     def prepare(self) -> None:
@@ -138,14 +138,14 @@ class Torture:
         stage = rng.choice(STAGES)
         rank = rng.randrange(RANKS)
         by_place = collections.defaultdict(list)
-        for where in sorted(self.operations[stage, rank]):
-            place, _, kind = where.partition(": ")
+        for operation in sorted(self.operations[stage, rank]):
+            place, _, kind = operation.partition(": ")
             if fault == faults.KILL or kind in faults.DISK[fault]:
-                by_place[place].append(where)
-        where = rng.choice(by_place[rng.choice(sorted(by_place))])
-        at = rng.randint(1, self.operations[stage, rank][where])
+                by_place[place].append(operation)
+        operation = rng.choice(by_place[rng.choice(sorted(by_place))])
+        at = rng.randint(1, self.operations[stage, rank][operation])
         lasting = fault != faults.KILL and rng.random() < 0.5
-        return stage, {"rank": rank, "where": where, "at": at, "fault": fault, "lasting": lasting}
+        return stage, {"rank": rank, "where": operation, "at": at, "fault": fault, "lasting": lasting}
 
     def trial(self, stage: str, fault: dict[str, Any]) -> tuple[str, str]:
         """Start a run with a fault, then restart it until it ends.

@@ -3,14 +3,14 @@
 A parameter is split along one dimension of a view in which every rank's part is contiguous:
 
     layout       full view                          split dim   Hugging Face tensors
-    whole        as is                              -           1 or more, below one another
+    whole        as is                              -           1 or more, concatenated
     rows         [out, in]                          0           1   (column-parallel linear)
     columns      [out, in]                          1           1   (row-parallel linear)
     vocab        [V padded to tp, H]                0           1   (the padding is dropped)
     qkv          [kv heads, (q per kv + 2) * d, H]  0           3   (q, k, v; one query group after another)
     gate_up      [2, ffn, H]                        1           2   (gate, up)
 
-A "whole" parameter is the same on all tensor-parallel ranks. That of an expert is only on the ranks of the expert.
+A "whole" parameter is the same on all tensor-parallel ranks. The parameters of an expert are only on its own ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _SPLIT_DIM = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
 class WeightEntry:
     """One parameter with its Megatron and Hugging Face names."""
 
-    megatron: str  # with the global numbers of layer and expert
+    megatron: str  # with the global indices of layer and expert
     hf: tuple[str, ...]
     hf_shapes: tuple[tuple[int, ...], ...]
     layout: Layout
     stage: int  # pipeline stage that owns it
-    expert: int | None = None  # global number, for the parameter of an expert
+    expert: int | None = None  # global index, for the parameter of an expert
 
     def is_on(self, grid: Grid, experts: int) -> bool:
-        """Return whether this rank has the parameter or a part of it. experts: of each layer of the model."""
+        """Return whether this rank has the parameter or a part of it. experts: number of experts per layer."""
         has_expert = self.expert is None or self.expert * grid.ep_size // experts == grid.ep_rank
         return has_expert and self.stage == grid.pp_rank
 

@@ -70,7 +70,7 @@ def linear_ppo_loss(
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     order = None
     trained = len(hidden)
-    if not _compacts(hidden):
+    if not _drops_rows_per_chunk(hidden):
         live = tokens.weights != 0
         if not settings.kl_coef and not settings.entropy_coef:
             live &= tokens.advantages != 0
@@ -117,17 +117,17 @@ def _shard(
 def _metrics(columns: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
     """Return SUMS and MAXIMA of the columns [R, 8] of ppo_tokens, as PolicyLoss.metrics."""
     live = weights != 0
-    counted = torch.where(live, entropy, 0.0)  # where instead of a product, because 0 * nan is nan
-    values = torch.cat((columns.double(), counted.unsqueeze(1), live.unsqueeze(1)), dim=1)
+    live_entropy = torch.where(live, entropy, 0.0)  # where instead of a product, because 0 * nan is nan
+    values = torch.cat((columns.double(), live_entropy.unsqueeze(1), live.unsqueeze(1)), dim=1)
     largest = values.max(dim=0).values if len(values) else values.new_zeros(len(SUMS))
     ratio, gap = SUMS.index("ratio"), SUMS.index("rollout_gap")
     return torch.cat((values.sum(dim=0), torch.stack((largest[ratio], largest[gap]))))
 
 
-def _compacts(hidden: Tensor) -> bool:
-    """Return whether every chunk leaves the rows without a gradient out of its products.
+def _drops_rows_per_chunk(hidden: Tensor) -> bool:
+    """Return whether every chunk drops its rows without a gradient before the products.
 
-    A GPU would wait for their number in every chunk. It leaves out those that are known before the first chunk.
+    A GPU would wait for their number in every chunk. There, rows are dropped only once, before the first chunk.
     """
     return hidden.device.type == "cpu"
 
@@ -144,14 +144,14 @@ class _Chunk:
     hidden: Tensor  # [count, H]
     ids: Tensor
     logits: Tensor  # [count, V_local]; the next chunk reuses the memory
-    statistics: Tensor  # [count, 4], of the whole vocabulary
-    trained: int  # rows from the first one on that may have a gradient
+    statistics: Tensor  # [count, 4], over the whole vocabulary
+    trained: int  # number of leading rows that may have a gradient
 
     def write(self, log_probs: Tensor, entropy: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
-        """Write this chunk's part of log-probabilities of the ids and entropies, both [R] in nats, and return it."""
+        """Write this chunk's rows of log_probs (of the ids) and entropy, both [R] in nats, and return these rows."""
         largest, total, weighted, target = self.statistics.unbind(1)
         log_total = total.log()
-        # Rounding here makes the ratio of an unchanged policy to its stored log-probabilities exactly 1.
+        # Stored log-probabilities are rounded here, too, so the ratio of an unchanged policy to them is exactly 1.
         return (
             torch.sub((target - largest) / shard.temperature, log_total, out=log_probs[self.rows]),
             torch.sub(log_total, weighted / total, out=entropy[self.rows]),
@@ -159,40 +159,40 @@ class _Chunk:
 
 
 def chunk_rows(hidden: Tensor, weight: Tensor) -> int:
-    """Return the rows of a chunk. They depend on the kind of the device, but not on its free memory.
+    """Return the number of rows of a chunk. It depends on the kind of the device, but not on its free memory.
 
     All ranks therefore use the same chunks, and repeated runs sum in the same order.
     """
     row_bytes = len(weight) * compute_dtype(hidden.dtype).itemsize  # padding counts: all ranks must agree
-    most, limit = CHUNK_ROWS.get(hidden.device.type), CHUNK_BYTES
-    if most is None:
-        # The gradient of hidden then has as many tiles as there are multiprocessors, or a few less. Every chunk of it
-        # sums over the vocabulary, so a second, nearly empty wave would take as long as the first.
+    max_rows, max_bytes = CHUNK_ROWS.get(hidden.device.type), CHUNK_BYTES
+    if max_rows is None:
+        # Choose as many tiles of the gradient of hidden as there are multiprocessors, or a few less. Every tile sums
+        # over the vocabulary, so a second, nearly empty wave would take as long as the first.
         gpu = torch.cuda.get_device_properties(hidden.device)
         columns = -(-hidden.shape[1] // TILE[1])
-        most = TILE[0] * max(gpu.multi_processor_count // columns, 1)
-        limit = min(2 * CHUNK_BYTES, gpu.total_memory // 32)
-    return max(FEWEST_ROWS, min(limit // row_bytes, most))
+        max_rows = TILE[0] * max(gpu.multi_processor_count // columns, 1)
+        max_bytes = min(2 * CHUNK_BYTES, gpu.total_memory // 32)
+    return max(FEWEST_ROWS, min(max_bytes // row_bytes, max_rows))
 
 
 def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard, trained: int) -> Iterator[_Chunk]:
-    """Yield the chunks in order. trained: rows that may have a gradient, which come first."""
+    """Yield the chunks in order. trained: number of leading rows that may have a gradient."""
     compute = compute_dtype(hidden.dtype)
     size = min(len(hidden), chunk_rows(hidden, weight))
     # Kernels and cuBLAS are faster if every row begins at a multiple of 16 bytes.
     buffer = hidden.new_empty((size, -(-shard.live // VECTOR) * VECTOR), dtype=compute)[:, : shard.live]
     for begin in range(0, len(hidden), max(size, 1)):
         rows = slice(begin, min(begin + size, len(hidden)))
-        h = hidden[rows]
-        t = ids[rows]
+        chunk_hidden = hidden[rows]
+        chunk_ids = ids[rows]
         logits = buffer[: rows.stop - begin]
-        gemm_(logits, h, weight[: shard.live].t(), accumulate=False)
-        statistics = merged(softmax_statistics(logits, t, shard), shard)
-        yield _Chunk(rows, h, t, logits, statistics, min(max(trained - begin, 0), len(t)))
+        gemm_(logits, chunk_hidden, weight[: shard.live].t(), accumulate=False)
+        statistics = merged(softmax_statistics(logits, chunk_ids, shard), shard)
+        yield _Chunk(rows, chunk_hidden, chunk_ids, logits, statistics, min(max(trained - begin, 0), len(chunk_ids)))
 
 
 def _live_first(live: Tensor) -> Tensor:
-    """Return the L live rows of live [count] bool in the order that moves fewest: rows beyond L fill the gaps."""
+    """Return the indices of the L live rows of live [count] bool. Those from L on fill the gaps before L."""
     total = int(live.sum())
     order = torch.arange(total, device=live.device)
     order[(~live[:total]).nonzero().squeeze(-1)] = live[total:].nonzero().squeeze(-1) + total
@@ -217,7 +217,7 @@ class _Gradients:
             return
 
         order: Tensor | slice = slice(chunk.trained)  # of the rows with a gradient
-        if _compacts(chunk.hidden):
+        if _drops_rows_per_chunk(chunk.hidden):
             live = log_prob_gradient != 0
             if entropy_gradient is not None:
                 live |= entropy_gradient != 0
@@ -233,11 +233,11 @@ class _Gradients:
         entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
 
         # The gradient overwrites the logits.
-        d = chunk.logits[: len(ids)]
+        d_logits = chunk.logits[: len(ids)]
         narrow = hidden.dtype == torch.bfloat16
-        softmax_gradient_(d, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, narrow)
-        if narrow:  # it is in the first half of each row
-            d = d.view(torch.bfloat16)[:, : d.shape[1]]
+        softmax_gradient_(d_logits, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, narrow)
+        if narrow:  # the gradient is in the first half of each row
+            d_logits = d_logits.view(torch.bfloat16)[:, : d_logits.shape[1]]
 
         # Two products give the gradients of hidden, 0 in all other rows, and of the weight, summed over chunks.
         if self.of_hidden is not None:
@@ -245,14 +245,14 @@ class _Gradients:
             if isinstance(order, Tensor):
                 # A product writes adjacent rows, which are then moved to their places.
                 product = rows.new_empty(len(order), rows.shape[1])
-                gemm_(product, d, self.weight, accumulate=False)
+                gemm_(product, d_logits, self.weight, accumulate=False)
                 rows.zero_()[order] = product
             else:
-                gemm_(rows[order], d, self.weight, accumulate=False)
+                gemm_(rows[order], d_logits, self.weight, accumulate=False)
                 rows[chunk.trained :] = 0
         # The first chunk writes and the others add, so the memory need not be zeroed.
         if self.of_weight is not None:
-            gemm_(self.of_weight[: self.shard.live], d.t(), hidden, accumulate=chunk.rows.start > 0)
+            gemm_(self.of_weight[: self.shard.live], d_logits.t(), hidden, accumulate=chunk.rows.start > 0)
 
     def finished(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of hidden [R, H], summed over the group, and of weight [V_local, H], or None."""
@@ -276,7 +276,7 @@ class _FusedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ids = ctx.saved_tensors
         shape, rows = hidden.shape, None
-        if not _compacts(hidden):
+        if not _drops_rows_per_chunk(hidden):
             trained, order = _trained_first((upstream[0] != 0) | (upstream[1] != 0))
             if order is not None:
                 rows = order[:trained]
@@ -310,13 +310,12 @@ class _FusedPpoLoss(torch.autograd.Function):
 
         def columns_of(chunk: _Chunk) -> Tensor:
             part = chunk.write(log_probs, entropy, shard)
-            # The op returns the derivatives in log-probability and entropy together with the loss.
-            first, second, columns = ppo_tokens(*part, tokens.where(chunk.rows), settings)
-            # The next chunk overwrites these logits.
-            gradients.add(chunk, first, second if settings.entropy_coef else None)
+            log_prob_gradient, entropy_gradient, columns = ppo_tokens(*part, tokens.where(chunk.rows), settings)
+            # Add the gradients now, because the next chunk overwrites the logits.
+            gradients.add(chunk, log_prob_gradient, entropy_gradient if settings.entropy_coef else None)
             return columns
 
-        # No variable keeps the last logits in memory while the gradients are converted.
+        # A loop variable would keep the last logits in memory while the gradients are converted.
         columns = [columns_of(chunk) for chunk in _chunks(hidden, weight, ids, shard, trained)]
         table = torch.cat(columns) if columns else log_probs.new_zeros(0, len(SUMS) - 2)
         loss = table[:, 0].double().sum().to(log_probs.dtype)

@@ -19,12 +19,12 @@ from megatron_brorl.errors import UserError
 
 LEVEL_VARIABLE = "BRORL_CPU"  # environment variable that asks for a level
 CPUINFO = Path("/proc/cpuinfo")
-ONLY = "_C"
+BASE_MODULE = "_C"  # for any x86-64 processor, or the only module of the build
 
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 # Best first: the module, and the flags of /proc/cpuinfo that it needs. Linux lists only features that it has enabled.
-LEVELS = {"x86-64-v4": ("_C_v4", _V4), "x86-64-v3": ("_C_v3", _V3), "x86-64": (ONLY, frozenset[str]())}
+LEVELS = {"x86-64-v4": ("_C_v4", _V4), "x86-64-v3": ("_C_v3", _V3), "x86-64": (BASE_MODULE, frozenset[str]())}
 
 
 def choose_module(built: Collection[str], level: str = "", cpuinfo: Path = CPUINFO) -> str:
@@ -32,21 +32,21 @@ def choose_module(built: Collection[str], level: str = "", cpuinfo: Path = CPUIN
 
     level: the level that the user asks for, or "". Raises UserError for one that is unknown or that does not run here.
     """
-    if set(built) <= {ONLY}:
+    if set(built) <= {BASE_MODULE}:
         if level:
             raise UserError(f"{LEVEL_VARIABLE}={level}: this build of csrc is for one processor only; unset it")
-        return ONLY
+        return BASE_MODULE
     if level and level not in LEVELS:
         raise UserError(f"{LEVEL_VARIABLE}={level}: there is no such level; it takes {', '.join(LEVELS)}")
 
     for candidate in [level] if level else LEVELS:
-        module, needs = LEVELS[candidate]
-        lacking = needs - _flags(cpuinfo) if needs else needs
+        module, required = LEVELS[candidate]
+        lacking = required - _flags(cpuinfo) if required else frozenset[str]()
         if level and lacking:
             raise UserError(f"{LEVEL_VARIABLE}={level}: this processor has no {', '.join(sorted(lacking))}")
         if module in built and not lacking:
             return module
-    return ONLY
+    return BASE_MODULE
 
 
 def _flags(cpuinfo: Path) -> frozenset[str]:

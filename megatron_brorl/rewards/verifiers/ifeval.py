@@ -77,10 +77,8 @@ def is_in_language(response: str, language: str) -> bool:
 
 def _divided(text: str, divider: re.Pattern[str]) -> list[str]:
     """Return the non-empty parts of a divided text, or [] if a part between two dividers is empty."""
-    first, *others = (part.strip() for part in divider.split(text))
-    inner = others[:-1]
-    last = others[-1:]
-    return [part for part in (first, *inner, *last) if part] if all(inner) else []
+    parts = [part.strip() for part in divider.split(text)]
+    return [part for part in parts if part] if all(parts[1:-1]) else []
 
 
 def number_paragraphs(response: str, num_paragraphs: int) -> bool:
@@ -214,10 +212,9 @@ def detected_language(text: str) -> str | None:
 
     langdetect.DetectorFactory.seed = 0  # without a seed, results differ between calls
     try:
-        code: str = langdetect.detect(text)
+        return str(langdetect.detect(text))
     except langdetect.LangDetectException:
         return None
-    return code
 
 
 def count_words(text: str) -> int:
@@ -246,10 +243,10 @@ def _ends_sentence(text: str, mark: re.Match[str]) -> bool:
     if marks[0] in _OTHER_SCRIPTS:
         return True
 
-    # Closing quotes and brackets belong to the sentence. A mark inside a word, as in 3.14, does not end it.
+    # Closing quotes and brackets belong to the sentence. A mark inside a word, as in 3.14, does not end the sentence.
     closing = _CLOSING.match(text, mark.end())
     after = closing.end() if closing else mark.end()
-    if after == mark.end() < len(text) and not text[after].isspace():
+    if after == mark.end() and after < len(text) and not text[after].isspace():
         return False
     if "?" in marks or "!" in marks:
         return True
@@ -361,8 +358,8 @@ def check_row(row: VerifierRow, where: str) -> None:
         raise UserError(
             f'{where}: verifier "ifeval" needs metadata.kwargs, a list of {len(kinds)} objects, one per instruction'
         )
-    for place, (kind, arguments) in enumerate(zip(kinds, kwargs, strict=True)):
-        _check_instruction(kind, arguments, where, place)
+    for index, (kind, arguments) in enumerate(zip(kinds, kwargs, strict=True)):
+        _check_instruction(kind, arguments, where, index)
 
     mode = metadata.get("mode", "strict")
     needs_all = metadata.get("all", False)
@@ -375,22 +372,22 @@ def check_row(row: VerifierRow, where: str) -> None:
         raise UserError(f"{where}: metadata.min_words is {min_words!r}; use {_COUNT.meaning}")
 
 
-def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> None:
+def _check_instruction(kind: str, arguments: Any, where: str, index: int) -> None:
     if kind not in CHECKS:
         close = difflib.get_close_matches(kind, CHECKS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(CHECKS)}"
-        raise UserError(f"{where}: metadata.instruction_id_list[{place}]: no instruction is called {kind!r}; {hint}")
+        raise UserError(f"{where}: metadata.instruction_id_list[{index}]: no instruction is called {kind!r}; {hint}")
 
-    key = f"{where}: metadata.kwargs[{place}] ({kind})"
+    key = f"{where}: metadata.kwargs[{index}] ({kind})"
     if not isinstance(arguments, dict):
         raise UserError(f"{key} is {arguments!r}; use an object, {{}} for no arguments")
     values = _without_nulls(arguments)
-    wanted = list(inspect.signature(CHECKS[kind]).parameters)[1:]
-    unknown = [name for name in values if name not in wanted]
+    parameters = list(inspect.signature(CHECKS[kind]).parameters)[1:]
+    unknown = [name for name in values if name not in parameters]
     if unknown:
-        takes = ", ".join(wanted) or "no arguments"
+        takes = ", ".join(parameters) or "no arguments"
         raise UserError(f"{key} has {unknown[0]!r}, but the instruction takes {takes}; remove it")
-    for name in wanted:
+    for name in parameters:
         condition = _CONDITIONS.get(name, _COUNT)
         if name not in values:
             raise UserError(f"{key} lacks {name!r}, {condition.meaning}; add it")

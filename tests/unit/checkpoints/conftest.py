@@ -13,9 +13,9 @@ from megatron_brorl.train.worker import StageOptions, Worker
 
 
 @pytest.fixture(scope="module")
-def part(processes, model):
+def actor_state(processes, model):
     """A tiny actor with its optimizer."""
-    options = StageOptions(100, backend("fused", torch.device("cpu")))
+    options = StageOptions(tokens_per_micro_batch=100, ops=backend("fused", torch.device("cpu")))
     worker = Worker(read_shape(model[0]), processes, options, OptimConfig())
     worker.load_hf(model[0])
-    return ModelState("", worker.actor, worker.optimizer)
+    return ModelState(name="", module=worker.actor, optimizer=worker.optimizer)

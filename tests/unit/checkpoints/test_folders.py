@@ -14,9 +14,9 @@ from megatron_brorl.errors import UserError
 
 
 @pytest.fixture
-def save(part, tmp_path):
+def save(actor_state, tmp_path):
     """A function that saves a step; by default the newest two are kept."""
-    return lambda step, keep=2: save_checkpoint(tmp_path, step, part, keep)
+    return lambda step, keep=2: save_checkpoint(tmp_path, step, actor_state, keep)
 
 
 def files(root: Path) -> dict[str, bytes]:

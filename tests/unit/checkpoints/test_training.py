@@ -25,8 +25,8 @@ SOON = timedelta(seconds=60)
 
 
 @pytest.fixture
-def begin(part, tmp_path):
-    return lambda step, keep=1: checkpoint.begin(tmp_path, step, [part], {}, keep, {"own": b"mine"}, copy=True)
+def begin(actor_state, tmp_path):
+    return lambda step, keep=1: checkpoint.begin(tmp_path, step, [actor_state], {}, keep, {"own": b"mine"}, copy=True)
 
 
 class Held:
@@ -123,8 +123,8 @@ def test_a_failed_save_is_a_warning_if_the_run_ends_with_an_error(begin, tmp_pat
 
 
 @pytest.fixture
-def save(part, tmp_path):
-    return lambda step: save_checkpoint(tmp_path, step, part, keep=2)
+def save(actor_state, tmp_path):
+    return lambda step: save_checkpoint(tmp_path, step, actor_state, keep=2)
 
 
 def break_files(patch: pytest.MonkeyPatch, folder: str, name: str, mode: str, code: int) -> None:
@@ -152,12 +152,12 @@ def test_a_full_disk_leaves_the_folder_unchanged(save, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".metadata", "manifest.json"])
-def test_a_read_error_is_not_reported_as_damage(save, part, tmp_path, monkeypatch, capfd, name):
+def test_a_read_error_is_not_reported_as_damage(save, actor_state, tmp_path, monkeypatch, capfd, name):
     """The message must not advise to delete the checkpoint, because it may be intact."""
     directory = save(1)
 
     def read():
-        checkpoint.load(checkpoint.find(tmp_path) if name == "manifest.json" else directory, [part])
+        checkpoint.load(checkpoint.find(tmp_path) if name == "manifest.json" else directory, [actor_state])
 
     with monkeypatch.context() as patch:
         break_files(patch, "step_00000001", name, "r", errno.EIO)

@@ -41,7 +41,7 @@ def read(weights):
     return {record.name: tensor_at(memory, record) for record in weights.records}
 
 
-def together(path, streams, dtype=torch.float32, encode=unchanged):
+def write_on_all_ranks(path, streams, dtype=torch.float32, encode=unchanged):
     """Return the result or exception of write_update on each rank. Only the first rank knows the path."""
     ranks = len(streams)
     barrier, gathered = threading.Barrier(ranks), [None] * ranks
@@ -51,19 +51,19 @@ def together(path, streams, dtype=torch.float32, encode=unchanged):
         def exchange(own):
             gathered[i] = own
             barrier.wait(60)
-            of_all = list(gathered)
-            barrier.wait(60)
-            return of_all
+            result = list(gathered)
+            barrier.wait(60)  # The next exchange overwrites `gathered`.
+            return result
 
         def recorded(name, tensor):
             if tensor.device.type != "meta":
                 copies[i].add(name)
             return encode(name, tensor)
 
-        update = WeightUpdate(7, SHAPES, dtype, recorded)
-        own = path if i == 0 else path.parent / f"unused_{i}"
+        update = WeightUpdate(version=7, names=SHAPES, dtype=dtype, encode=recorded)
+        own_path = path if i == 0 else path.parent / f"unused_{i}"
         try:
-            return write_update(iter(streams[i]), update, NodeRanks(i, ranks, exchange), own)
+            return write_update(iter(streams[i]), update, NodeRanks(i, ranks, exchange), own_path)
         except (UpdateRefused, UserError) as e:
             return e
 
@@ -79,21 +79,21 @@ def test_engines_of_a_node_share_one_file(ranks, kind, tmp_path):
     for scale in (1.0, 0.5):  # The second update overwrites the file of the first.
         sent = {name: tensor * scale for name, tensor in model().items()}
         streams = [with_checksums(sent.items()) for _ in range(ranks)]
-        results, copies = together(tmp_path / "weights", streams, dtype, encode)
+        results, copies = write_on_all_ranks(tmp_path / "weights", streams, dtype, encode)
 
         # Exactly one rank copies each tensor, and all ranks have the same file.
-        assert sorted(name for part in copies for name in part) == sorted(SHAPES)
+        assert sorted(name for names in copies for name in names) == sorted(SHAPES)
         assert all(weights == results[0] for weights in results)
         assert results[0].version == 7
         assert list(tmp_path.iterdir()) == [results[0].path]
         assert os.stat(results[0].path).st_size == file_layout(SHAPES, dtype, encode)[1]
 
         # The tensors in the file equal those that were sent, and match the checksums in the records.
-        expected = {part: x for name, tensor in sent.items() for part, x in encode(name, tensor.to(dtype))}
-        there = read(results[0])
-        assert there.keys() == expected.keys()
+        expected = {key: part for name, tensor in sent.items() for key, part in encode(name, tensor.to(dtype))}
+        stored = read(results[0])
+        assert stored.keys() == expected.keys()
         for record in results[0].records:
-            assert torch.equal(there[record.name].view(torch.uint8), expected[record.name].view(torch.uint8))
+            assert torch.equal(stored[record.name].view(torch.uint8), expected[record.name].view(torch.uint8))
             assert record.checksum == int(checksum(record.name, expected[record.name]))
             assert record.offset % 64 == 0
 
@@ -108,7 +108,7 @@ def test_files_are_mapped_and_registered_once(tmp_path, monkeypatch):
     path.write_bytes(b"\1" * 8192)
     memory = map_file(str(path))
     assert map_file(str(path)) is memory
-    assert registered == [(memory.data_ptr(), 8192, 1)]  # cudaHostRegisterPortable
+    assert registered == [(memory.data_ptr(), 8192, 1)]  # 1: cudaHostRegisterPortable
     memory.fill_(2)
     assert path.read_bytes() == b"\2" * 8192
 
@@ -128,10 +128,10 @@ def test_fault_on_one_rank_refuses_the_update_on_all(fault, tmp_path):
         raise RuntimeError("lost")
 
     streams = [pairs, {"missing": pairs[:-1], "damaged": damaged(pairs, name), "breaks off": broken()}[fault], pairs]
-    results, _ = together(tmp_path / "weights", streams)
+    results, _ = write_on_all_ranks(tmp_path / "weights", streams)
     assert all(isinstance(x, UpdateRefused) for x in results)
-    what = {"missing": "1 tensors missing", "damaged": f"for example {name}", "breaks off": "RuntimeError: lost"}[fault]
-    assert all(what in str(x) for x in results)
+    text = {"missing": "1 tensors missing", "damaged": f"for example {name}", "breaks off": "RuntimeError: lost"}[fault]
+    assert all(text in str(x) for x in results)
 
 
 def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     streams = [iter(list(with_checksums(model().items()))) for _ in range(2)]
-    results, _ = together(tmp_path / "weights", streams)
+    results, _ = write_on_all_ranks(tmp_path / "weights", streams)
     assert all("engine.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in results)
     assert all(isinstance(x, UserError) for x in results)
     assert all(list(stream) == [] for stream in streams)  # the stream is a collective with other nodes
@@ -150,11 +150,11 @@ def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
 def test_buckets_keep_scales_with_their_weights(tmp_path):
     sizes = {"a": 60, "b": 14, "c.weight": 9100, "c.weight_scale_inv": 8, "d": 16}
     records = tuple(TensorRecord(name, "uint8", (size,), 0, 0) for name, size in sizes.items())
-    held = HostWeights(tmp_path / "w", 5, records)
-    assert [[record.name for record in bucket] for bucket in held.buckets(70)] == [
+    weights = HostWeights(tmp_path / "w", version=5, records=records)
+    assert [[record.name for record in bucket] for bucket in weights.buckets(70)] == [
         ["a"],
         ["b"],
         ["c.weight", "c.weight_scale_inv"],
         ["d"],
     ]
-    assert [record for bucket in held.buckets(1 << 30) for record in bucket] == list(records)
+    assert [record for bucket in weights.buckets(1 << 30) for record in bucket] == list(records)
