@@ -27,6 +27,7 @@ from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.weights.layouts import WeightEntry, local_shape
 from megatron_brorl.models.weights.names import adapter_entries, entries, hf_shapes
+from megatron_brorl.parallel.grid import check_ranks
 from megatron_brorl.rollout.native.pages import host_memory, page_bytes, pages_for
 from megatron_brorl.rollout.registry import ENGINES, graph_sizes
 from megatron_brorl.rollout.remote.weights_in_trainer import file_layout, to_fp8_blocks, unchanged
@@ -215,18 +216,8 @@ def plan_stage(
 ) -> Plan:
     """Return the plan of a rank of a pipeline stage. Raises UserError if [parallel] does not fit the ranks."""
     parallel = config.parallel
-    of_a_model = parallel.tensor * parallel.pipeline
-    if machines.ranks % (of_a_model * parallel.context):
-        raise UserError(
-            f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * parallel.context} does not divide "
-            f"{machines.ranks} ranks"
-        )
+    check_ranks(parallel, machines.ranks)
     stage_ranks = machines.ranks // parallel.pipeline
-    if stage_ranks % parallel.expert:
-        raise UserError(
-            f"parallel.expert = {parallel.expert} does not divide the {stage_ranks} ranks of a pipeline stage: choose "
-            "a divisor, or start more ranks"
-        )
     size = stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], parallel.expert
     zero = parallel.distributed_optimizer
     shards = (stage_ranks // parallel.tensor, stage_ranks // parallel.expert) if zero else (1, 1)

@@ -97,16 +97,12 @@ class Grid:
             self.barrier(_FAILED_BARRIER_TIMEOUT)
 
 
-def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
-    """Join the processes of the launcher (torchrun, Slurm, or a single process) into a grid.
+def check_ranks(config: ParallelConfig, world: int) -> None:
+    """Raise UserError if `world` ranks cannot form a grid.
 
-    phase_s: seconds that `barrier` waits in addition to parallel.timeout_s; 0 makes it do nothing.
-    Raises UserError if the world size is not a multiple of tensor x context x pipeline, or if the ranks of a pipeline
-    stage are not a multiple of expert.
+    They must be a multiple of tensor x context x pipeline, and the ranks of a pipeline stage a multiple of expert.
     """
-    cpu_bridge.prepare()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    model = config.tensor * config.context * config.pipeline  # ranks that hold one copy of the model
+    model = config.tensor * config.context * config.pipeline
     if world % model:
         axes = ["tensor", "pipeline", *(["context"] if config.context > 1 else [])]
         names = " x ".join(f"parallel.{a}" for a in axes)
@@ -122,6 +118,17 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
             "context x tensor): choose a divisor, or start more processes"
         )
 
+
+def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
+    """Join the processes of the launcher (torchrun, Slurm, or a single process) into a grid.
+
+    phase_s: seconds that `barrier` waits in addition to parallel.timeout_s; 0 makes it do nothing. Raises UserError as
+    `check_ranks` does.
+    """
+    cpu_bridge.prepare()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    check_ranks(config, world)
+    dp_size = world // (config.tensor * config.context * config.pipeline)
     timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
         if cpu_bridge.on_gpu():
@@ -142,7 +149,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
             create_gloo_process_groups=False,  # Megatron's own checkpoints would need them
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        replica = groups.mp if config.context == 1 else _replica(config, world // model)
+        replica = groups.mp if config.context == 1 else _replica(config, dp_size)
     # Dropout is off everywhere, but Megatron requires seeded generators.
     model_parallel_cuda_manual_seed(seed)
 
@@ -150,7 +157,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     grid = Grid(
         tp_size=config.tensor,
         pp_size=config.pipeline,
-        dp_size=world // model,
+        dp_size=dp_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),

@@ -130,3 +130,11 @@ def span(name: str, allowance_s: float = 0.0) -> Iterator[dict[str, float]]:
         _counts.pop(len(_open), None)
         _open.pop()
         _changed()
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the wall-clock seconds of the block to a phase."""
+    begun = time.monotonic()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - begun

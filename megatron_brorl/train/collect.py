@@ -10,7 +10,6 @@ rollout.refills, kept groups beyond rollout.prompts are surplus: they are reopen
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling, sort_rollouts
 from megatron_brorl.rollout.sampler import make_groups
-from megatron_brorl.tracking.timeline import span
+from megatron_brorl.tracking.timeline import span, timed
 from megatron_brorl.train.carried_groups import CarriedGroups, carry_over, staleness
 from megatron_brorl.train.group_rewards import GroupRewards
 from megatron_brorl.train.groups import (
@@ -179,9 +178,8 @@ class Collector:
             check_scored(f"step {step + 1}", counts, self.runner.reported)
 
             if config.reward.group_function:
-                begun = time.monotonic()
-                scored, outcomes = group_rewards.apply(f"step {step + 1}", groups, scored, outcomes)
-                seconds["score"] += time.monotonic() - begun
+                with timed(seconds, "score"):
+                    scored, outcomes = group_rewards.apply(f"step {step + 1}", groups, scored, outcomes)
             outcomes = select_groups(outcomes, config.algo.dynamic_sampling)
             position = position.with_kept(start, sum(g >= len(carried.groups) for g in outcomes.kept))
             missing = target - len(outcomes.kept)
@@ -193,8 +191,7 @@ class Collector:
         closed, kept = ([g for g in chosen if g not in surplus] for chosen in (outcomes.closed, outcomes.kept))
         outcomes = replace(outcomes, closed=closed, kept=kept)
 
-        begun = time.monotonic()
-        with span("exchange"):
+        with timed(seconds, "exchange"), span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
             subset = choose_subset(outcomes, config.algo)
             replica, balance = assign_replicas(
@@ -203,7 +200,6 @@ class Collector:
             received, moved_bytes = send_to_replicas(
                 scored, outcomes, replica, self.grid, prompt_tokens, self.no_routes
             )
-        seconds["exchange"] = time.monotonic() - begun
         seconds["score_latency_max"] = self.runner.pool.stats.latency_max_s
 
         metrics = self._metrics(outcomes, counts, lost) | self.runner.reward_metrics()

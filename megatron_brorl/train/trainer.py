@@ -6,9 +6,8 @@ weights for the engine. With algo.dynamic_sampling, a step in which no group has
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -31,7 +30,7 @@ from megatron_brorl.rollout.engine import empty_routes
 from megatron_brorl.rollout.registry import ENGINES, START_TIMEOUT_S
 from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.progress import Progress
-from megatron_brorl.tracking.timeline import span
+from megatron_brorl.tracking.timeline import span, timed
 from megatron_brorl.train import state as run_state
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.carried_groups import checkpoint_files, read_checkpoint
@@ -203,21 +202,21 @@ class Trainer:
         is_idle = config.rollout.engine not in ENGINES and not collected.outcomes.kept and self.grid.ep_size == 1
         if not is_idle:
             self.runner.engine.sleep()
-        with _timed(seconds, "diagnose"), span("diagnose"):
+        with timed(seconds, "diagnose"), span("diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.models.actor, sampling)
 
-        with _timed(seconds, "train"), span("experience"):
+        with timed(seconds, "train"), span("experience"):
             outcomes = shape_rewards(collected.outcomes, config, state.step)
             subset = collected.subset
             advantages = rollout_advantages(outcomes, groups, config.algo, self.models.actor.options.ops)
             experience, metrics = make_experience(
                 collected.rollouts, groups, advantages, self.models, config.algo, config.rollout.temperature, subset
             )
-        with _timed(seconds, "record"):
+        with timed(seconds, "record"):
             if self.recorder:  # The rollout log has a sample of the rollouts, with their rewards before shaping.
                 self.recorder.step(state.step, groups, collected.outcomes, collected.recorded, advantages, subset.mask)
 
-        with _timed(seconds, "train"), span("update"):
+        with timed(seconds, "train"), span("update"):
             algo, kept = config.algo, outcomes.kept
             batches = mini_batches(experience.slots, kept, algo.mini_batches, algo.mini_batch_of, subset.place)
             trained = int(subset.mask.sum())  # rollouts of all ranks
@@ -225,7 +224,7 @@ class Trainer:
 
         # Weights that are not finite are neither saved nor sent to the engine.
         state.step += 1
-        with _timed(seconds, "weight_sync"):
+        with timed(seconds, "weight_sync"):
             self.models.require_finite(
                 f"the state {after_steps_text(state.step)}",
                 "no checkpoint is written, and older ones stay; start a new run from the weights of the last one "
@@ -279,7 +278,7 @@ class Trainer:
 
     def _evaluate_step(self, progress: Progress, seconds: dict[str, float]) -> dict[str, float]:
         """Evaluate between two steps and return the metrics."""
-        with _timed(seconds, "evaluate"):
+        with timed(seconds, "evaluate"):
             evaluation = self.evaluate(progress)
         progress.note(f"held-out {after_steps_text(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)
@@ -360,8 +359,7 @@ class Trainer:
         new_best: set if this is the best checkpoint so far. in_background: copy the state, return, and write the copy
         while the run continues; see check_background_save.
         """
-        begun = time.monotonic()
-        with span("checkpoint"):
+        with timed(self._checkpoint_seconds, "checkpoint"), span("checkpoint"):
             self._wait_for_background_save()
             run = self.state.model_copy(update={"elapsed_s": self.run_seconds(), "best": new_best or self.state.best})
             save = checkpoint.begin(
@@ -380,22 +378,19 @@ class Trainer:
                 save.write()
                 save.raise_if_failed()
                 self.state.best = new_best or self.state.best
-        self._checkpoint_seconds["checkpoint"] += time.monotonic() - begun
 
     def check_background_save(self, progress: Progress, wait: bool) -> None:
         """If the checkpoint in the background could not be written, log a warning and set _must_save_again.
 
         wait: wait if it is still being written. Otherwise a later call checks it.
         """
-        begun = time.monotonic()
-        try:
-            if wait or not self.background_saver.busy():
-                self._wait_for_background_save()
-        except NotWritten as e:
-            self._must_save_again = True
-            progress.note(f"warning: {e}; saving the current state instead")
-        finally:
-            self._checkpoint_seconds["checkpoint_wait"] += time.monotonic() - begun
+        with timed(self._checkpoint_seconds, "checkpoint_wait"):
+            try:
+                if wait or not self.background_saver.busy():
+                    self._wait_for_background_save()
+            except NotWritten as e:
+                self._must_save_again = True
+                progress.note(f"warning: {e}; saving the current state instead")
 
     def _wait_for_background_save(self) -> None:
         """Wait for the checkpoint that is being written, if there is one. Raises NotWritten if that fails."""
@@ -425,11 +420,3 @@ def count_nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:
     """Return how many steps in a row, the one with these metrics included, skipped an update or left out most rows."""
     skipped = metrics["updates_skipped"] + metrics.get("critic_updates_skipped", 0.0)
     return before + 1 if skipped or metrics["nonfinite_rows"] > metrics["finite_rows"] else 0
-
-
-@contextlib.contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the wall-clock seconds of the block to a phase."""
-    begun = time.monotonic()
-    yield
-    seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - begun

@@ -211,18 +211,20 @@ class EngineProcess:
             self._process.stdin.close()
 
 
+@dataclasses.dataclass(eq=False)
 class Supervisor:
-    """Keeps an engine process running with the current weights. Only the leader of the engine has a supervisor."""
+    """Keeps an engine process running with the current weights. Only the leader of the engine has a supervisor.
 
-    def __init__(
-        self, settings: EngineConfig, options: EngineOptions, folder: Path, devices: Sequence[int], log: Path
-    ) -> None:
-        """Start the process and wait until it answers. Raises UserError if it does not start."""
-        self.settings = settings
-        self.options = options
-        self.folder = folder
-        self.devices = devices
-        self.log = log
+    The constructor waits until the process answers. Raises UserError if it does not start.
+    """
+
+    settings: EngineConfig
+    options: EngineOptions
+    folder: Path
+    devices: Sequence[int]
+    log: Path
+
+    def __post_init__(self) -> None:
         self.weights: HostWeights | None = None  # the current weights
         self.restarts = 0
         self.failure = ""  # why the supervisor has given up; "" if it has not
@@ -231,15 +233,13 @@ class Supervisor:
         self._asleep = False
 
         # Start the supervising thread when the process is ready, so that a failed start is an error and not a restart.
-        self._link = Connection(address(folder))
-        self._process = self._start()
+        self._link = Connection(address(self.folder))
         try:
-            self._wait()
+            self._start()
         except EngineError as e:
             self._process.kill()
             raise UserError(f"{self.options.key}: {e}") from None
-        self._thread = threading.Thread(target=self._watch, name="engine supervisor", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="engine supervisor", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -298,11 +298,10 @@ class Supervisor:
             self._process.kill()
             self._link.close()
 
-    def _start(self) -> EngineProcess:
-        return EngineProcess(self.settings.python or sys.executable, self.folder, self.options, self.devices, self.log)
-
-    def _wait(self) -> None:
-        """Wait until a new process answers. Raises EngineError if it ends or takes too long."""
+    def _start(self) -> None:
+        """Start a process and wait until it answers. Raises EngineError if it ends or takes too long."""
+        python = self.settings.python or sys.executable
+        self._process = EngineProcess(python, self.folder, self.options, self.devices, self.log)
         # A new connection drops the state of the old process and the messages queued for it.
         self._link.close()
         self._link = Connection(address(self.folder))
@@ -349,9 +348,8 @@ class Supervisor:
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
             print_error(f"brorl: {why}; restarting it {holding}")
             self._process.kill()
-            self._process = self._start()
             try:
-                self._wait()
+                self._start()
                 if weights:
                     self._push(weights)
                 self._asleep = False

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_brorl.config.schema import Config, EngineConfig
 from megatron_brorl.errors import UserError, warn
 from megatron_brorl.files import read_object
-from megatron_brorl.parallel import cpu_bridge
+from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.rollout.engine import GenerateCallbacks, KvUsage, Request, Sampling, Supply, check_context
 from megatron_brorl.rollout.native.pages import host_memory
 from megatron_brorl.rollout.registry import ENGINES, START_TIMEOUT_S
@@ -333,8 +333,7 @@ def connect_engine(
 
     # Leaders create folders, and all ranks exchange the paths. The checks above fail on all ranks.
     is_leader = local % tensor == 0
-    folders: list[str] = [""] * dist.get_world_size()  # by rank; "" for ranks that do not lead
-    dist.all_gather_object(folders, str(make_folder(settings.shared_memory)) if is_leader else "")
+    folders = collectives.all_gather(str(make_folder(settings.shared_memory)) if is_leader else "")
     exchange = _exchange(rank - local, per_node, config.parallel.timeout_s)
     engine_exchange = _exchange(rank - local % tensor, tensor, config.parallel.timeout_s)
 
@@ -389,17 +388,9 @@ def _check_stop_strings(strings: Sequence[str], engine: str, model: Path) -> Non
 def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[Any]]:
     """Return an all-gather of objects over gloo among the ranks first .. first + size - 1."""
     # Nodes may have different numbers of ranks, and new_group is a collective of all ranks.
-    spans: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-    dist.all_gather_object(spans, (first, size))
     group = None
-    for start, count in sorted(span for span in set(spans) if span[1] > 1):
+    for start, count in sorted(span for span in set(collectives.all_gather((first, size))) if span[1] > 1):
         ranks = list(range(start, start + count))
         made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
         group = made if start == first else group
-
-    def exchange(own: Any) -> list[Any]:
-        objects: list[Any] = [None] * size
-        dist.all_gather_object(objects, own, group=group)
-        return objects
-
-    return exchange if size > 1 else lambda own: [own]
+    return (lambda own: collectives.all_gather(own, group)) if size > 1 else (lambda own: [own])
