@@ -10,6 +10,7 @@ rollout.refills, kept groups beyond rollout.prompts are surplus: they are reopen
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
