@@ -37,8 +37,7 @@ def launch(processes: int, command: Sequence[str]) -> int:
     # Ranks inherit the mask and remove it after installing their handlers, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        for process in _start(processes, command):
-            ranks.append(process)
+        ranks.extend(_start(processes, command))  # keeps those that started before an error
         signals.catch()
         ended = _wait(ranks)
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import datetime
 import decimal
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,11 +100,10 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with pyarrow.parquet.ParquetFile(path) as file:
-        number = 0
-        for batch in file.iter_batches(batch_size=_BATCH):
-            for row in batch.to_pylist(maps_as_pydicts="lossy"):  # The last of equal keys counts, as in JSON.
-                number += 1
-                yield number, {name: without_nulls(value, arrow=True) for name, value in row.items()}
+        # "lossy": the last of equal keys counts, as in JSON.
+        batches = (batch.to_pylist(maps_as_pydicts="lossy") for batch in file.iter_batches(batch_size=_BATCH))
+        for number, row in enumerate(itertools.chain.from_iterable(batches), start=1):
+            yield number, {name: without_nulls(value, arrow=True) for name, value in row.items()}
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

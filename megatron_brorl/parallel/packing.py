@@ -192,7 +192,8 @@ def _pack_plain(
     segments_of: int,
     routes: Sequence[Tensor] | None,
 ) -> Packed:
-    pieces = [_padded(torch.cat((prompts[i], responses[i][:-1])), segments_of) for i in rows]
+    rows_of_tokens = [torch.cat((prompts[i], responses[i][:-1])) for i in rows]
+    pieces = [torch.nn.functional.pad(tokens, (0, -len(tokens) % segments_of)) for tokens in rows_of_tokens]
     lengths = torch.tensor([len(p) for p in pieces], dtype=torch.int64)
     counts = torch.tensor([len(responses[i]) for i in rows], dtype=torch.int64)
 
@@ -274,10 +275,6 @@ def _finish(
         counts=torch.tensor([len(r) for _, r in rows], dtype=torch.int64),
         routes=_padded_routes(torch.cat(routes), multiple_of) if routes else None,
     )
-
-
-def _padded(piece: Tensor, multiple_of: int) -> Tensor:
-    return torch.nn.functional.pad(piece, (0, -len(piece) % multiple_of))
 
 
 def _padded_routes(routes: Tensor, multiple_of: int) -> Tensor:

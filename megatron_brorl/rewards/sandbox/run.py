@@ -274,8 +274,7 @@ def _completed(outcomes: Iterator[Outcome], count: int) -> list[Outcome]:
     """Return `count` outcomes. Those that are missing when the program ends have the status "ended"."""
     received: list[Outcome] = []
     try:
-        for outcome in outcomes:
-            received.append(outcome)
+        received.extend(outcomes)  # keeps those before the error
     except Ended as e:
         received += [Outcome("ended", str(e))] * (count - len(received))
     return received

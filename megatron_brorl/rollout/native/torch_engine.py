@@ -333,7 +333,8 @@ class StepGraphs:
         count = len(ids)
         # Upper bounds that seldom change. The kernels start a block for each of them, and most end at once.
         prompts, largest = (1 << (n - 1).bit_length() for n in (len(pages.prompt_lengths), pages.largest_group))
-        size = rows, prompts, largest = next(n for n in self._rows if n >= count), prompts, largest
+        rows = next(n for n in self._rows if n >= count)
+        size = rows, prompts, largest
         if size not in self._sizes_run:
             self._sizes_run.add(size)
             return self.decoder.step(self.pool, move(pages, ids.device), ids)
