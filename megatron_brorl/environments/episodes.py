@@ -110,7 +110,7 @@ class Episodes:
 
 
 def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a tool that raises ValidationError unless the arguments fit the type hints, and checks (choices: ...)."""
+    """Return a tool that checks its arguments: the type hints (raises ValidationError) and (choices: ...)."""
     allowed = choices(tool)
     parameters = inspect.signature(tool).parameters
 
