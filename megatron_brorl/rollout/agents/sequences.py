@@ -73,14 +73,14 @@ class Sequences:
         """Add a call and return it with its prompt. Raises UserError if the chat template refuses the messages."""
         candidates = [call for call in self.calls if call.reply and _continues(call, messages, tools)]
         earlier = max(candidates, key=lambda call: len(call.messages), default=None)
-        before = [*earlier.prompt_ids, *earlier.ids.tolist()] if earlier else []
+        earlier_ids = [*earlier.prompt_ids, *earlier.ids.tolist()] if earlier else []
         if earlier and self.chat.config.history == "keep":
-            ids = before + self.chat.proceed(messages[len(earlier.messages) + 1 :], tools, earlier.stopped)
+            ids = earlier_ids + self.chat.proceed(messages[len(earlier.messages) + 1 :], tools, earlier.stopped)
         else:
             ids = self.chat.render(messages, tools)
-            earlier = earlier if ids[: len(before)] == before else None
-        again = sum(call.prompt_ids == ids for call in self.calls)
-        call = Call(messages, tools, ids, earlier, stream_key(self.key, again, *ids))
+            earlier = earlier if ids[: len(earlier_ids)] == earlier_ids else None
+        repeats = sum(call.prompt_ids == ids for call in self.calls)
+        call = Call(messages, tools, ids, earlier, stream_key(self.key, repeats, *ids))
         self.calls.append(call)
         return call
 
@@ -156,7 +156,7 @@ def _canonical_call(call: Any) -> dict[str, Any]:
 
 
 def _continues(call: Call, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
-    """Return whether the messages begin with those of a call and its reply, and add none of the assistant."""
+    """Return whether the messages begin with those of a call and its reply, and add no message of the assistant."""
     count = len(call.messages) + 1
     begins = call.tools == tools and messages[:count] == [*call.messages, call.reply]
     return begins and all(message["role"] != "assistant" for message in messages[count:])

@@ -130,8 +130,8 @@ class Scheduler:
                 self.prompt_pages[prompt, : len(pages)] = pages
                 self.prompt_lengths[prompt] = len(prompt_tokens)
                 first = cached // self.pool.page
-                new = prompt_tokens[cached:]
-                chunks.append(PrefillChunk(new, store_from=0, pages=pages[first:], offset=cached, before=pages[:first]))
+                ids = prompt_tokens[cached:]
+                chunks.append(PrefillChunk(ids, store_from=0, pages=pages[first:], offset=cached, before=pages[:first]))
                 outputs.append((self.prompt_hidden, prompt))
 
             slot = self._assign_slot(queued)
@@ -179,10 +179,10 @@ class Scheduler:
             needed += self.prefixes.pages_needed(self.prompts[prompt])
         # Reserve a free page per row, so that admission does not trigger an eviction. A single row needs no reserve,
         # because the pool can hold any one row. With contiguous pages, a row gets all of its memory when it starts.
-        others = len(self.active) + started
-        if not others and self.pool.free < needed:
+        other_rows = len(self.active) + started
+        if not other_rows and self.pool.free < needed:
             self._remove_idle_prompts(prompt)
-        return not others or self.pool.free >= needed + (0 if self.pool.contiguous else 1 + others)
+        return not other_rows or self.pool.free >= needed + (0 if self.pool.contiguous else 1 + other_rows)
 
     def _first_pages(self, queued: QueuedRollout) -> int:
         """Return how many pages a rollout gets when it starts."""
@@ -229,12 +229,12 @@ class Scheduler:
 
     def withdrawn(self) -> Tensor:
         """Drop the queued rollouts of withdrawn requests. Return which active rows belong to one, [B] bool."""
-        gone = {i for i in self.withdrawable if (event := self.requests[i].withdrawn) and event.is_set()}
-        self.withdrawable -= gone
-        for queued in [queued for queued in self.queue if queued.request in gone]:
+        withdrawn = {i for i in self.withdrawable if (event := self.requests[i].withdrawn) and event.is_set()}
+        self.withdrawable -= withdrawn
+        for queued in [queued for queued in self.queue if queued.request in withdrawn]:
             self.queue.remove(queued)
             self.prompt_unfinished[self.request_prompt[queued.request]] -= 1
-        return torch.isin(self.slot_request[self.active], torch.tensor(sorted(gone), dtype=torch.int64))
+        return torch.isin(self.slot_request[self.active], torch.tensor(sorted(withdrawn), dtype=torch.int64))
 
     def unfinished(self) -> list[tuple[int, Rollout]]:
         """Return the active rollouts as "cut", then the queued ones unchanged, as (request, rollout)."""
@@ -292,9 +292,9 @@ class Scheduler:
         routes = None
         if self.sampling.routes and end:
             prompt = self.slot_prompt[slot]
-            of_prompt = self.pool.routes_of(self.prompt_pages[prompt], int(self.prompt_lengths[prompt]))
+            prompt_routes = self.pool.routes_of(self.prompt_pages[prompt], int(self.prompt_lengths[prompt]))
             # The newest token may not have passed through the model yet.
-            routes = torch.cat((of_prompt, self.pool.routes_of(self.slot_pages[slot], end - 1)))
+            routes = torch.cat((prompt_routes, self.pool.routes_of(self.slot_pages[slot], end - 1)))
         return Rollout(before.index, ids, log_probs, finish, spans, before.episode, routes)
 
     def _release(self, slot: int) -> None:
@@ -320,8 +320,8 @@ class Scheduler:
 def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[QueuedRollout]:
     for i, request in enumerate(requests, start=first):
         for so_far in request.rollouts():
-            most = min(sampling.new_tokens, request.max_tokens or sampling.max_tokens)
-            limit = min(len(so_far.token_ids) + most, sampling.max_tokens)
+            new_tokens = min(sampling.new_tokens, request.max_tokens or sampling.max_tokens)
+            limit = min(len(so_far.token_ids) + new_tokens, sampling.max_tokens)
             yield QueuedRollout(i, so_far, limit)
 
 

@@ -70,12 +70,12 @@ def address(folder: Path) -> str:
 
 def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) -> dict[str, str]:
     """Return the engine's environment: the trainer's without the variables of its launcher and CUDA, plus `own`."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER, *_CUDA))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith((*_MPI, *_LAUNCHER, *_CUDA))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     device_names = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
-    path = [str(folder / "code"), *filter(None, [kept.get("PYTHONPATH")])]
+    path = [str(folder / "code"), *filter(None, [inherited.get("PYTHONPATH")])]
     return {
-        **kept,
+        **inherited,
         "PYTHONPATH": os.pathsep.join(path),
         "CUDA_VISIBLE_DEVICES": ",".join(device_names),
         **{name: value.format(folder=folder) for name, value in own.items()},
@@ -346,8 +346,8 @@ class Supervisor:
             if self.restarts > MAX_RESTARTS:
                 self.failure = f"{why}; gave up after {MAX_RESTARTS} restarts without a completed call"
                 raise EngineError(self.failure)
-            holding = f"with the weights of version {weights.version}" if weights else "without weights"
-            print_error(f"brorl: {why}; restarting it {holding}")
+            with_weights = f"with the weights of version {weights.version}" if weights else "without weights"
+            print_error(f"brorl: {why}; restarting it {with_weights}")
             self._process.kill()
             self._process = self._start()
             try:

@@ -91,7 +91,7 @@ class RemoteEngine:
         """Return the number of rollouts that this rank has in flight with a shared supply.
 
         It is the rank's share of the rollouts that the engine computes together, if each fills half of the context.
-        Rollouts beyond that would wait inside the engine, while another rank's engine may have room.
+        Further rollouts would wait inside the engine, while another rank's engine may have room.
         """
         capabilities = self.capabilities
         rows = min(capabilities.rows, 2 * capabilities.kv_tokens // self.options.context)
@@ -318,7 +318,8 @@ def connect_engine(
     # torchrun sets these variables. Without torchrun, this rank is the only one on its node.
     rank = dist.get_rank()
     tensor = settings.tensor
-    local, per_node = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if per_node % tensor:
         raise UserError(
             f"engine.tensor = {tensor} does not divide the {per_node} ranks of a node (LOCAL_WORLD_SIZE): an engine "
@@ -332,11 +333,11 @@ def connect_engine(
         )
 
     # Leaders create folders, and all ranks exchange the paths. The checks above fail on all ranks.
-    is_leader = local % tensor == 0
+    is_leader = local_rank % tensor == 0
     folders: list[str] = [""] * dist.get_world_size()  # by rank; "" for ranks that do not lead
     dist.all_gather_object(folders, str(make_folder(settings.shared_memory)) if is_leader else "")
-    exchange = _exchange(rank - local, per_node, config.parallel.timeout_s)
-    engine_exchange = _exchange(rank - local % tensor, tensor, config.parallel.timeout_s)
+    exchange = _exchange(rank - local_rank, per_node, config.parallel.timeout_s)
+    engine_exchange = _exchange(rank - local_rank % tensor, tensor, config.parallel.timeout_s)
 
     options = EngineOptions(
         engine=engine,
@@ -358,10 +359,10 @@ def connect_engine(
         settings,
         options,
         names=names,
-        folder=Path(folders[rank - local % tensor]),
-        devices=range(local, local + tensor) if is_leader else None,  # the GPUs of the ranks that share it
+        folder=Path(folders[rank - local_rank % tensor]),
+        devices=range(local_rank, local_rank + tensor) if is_leader else None,  # the GPUs of the ranks that share it
         log=Path(config.run.dir) / "engines" / f"rank_{rank}.log",
-        node=NodeRanks(local, per_node, exchange),
+        node=NodeRanks(local_rank, per_node, exchange),
         decode=decode,
         wait_for_ranks=lambda: engine_exchange(None),
     )
@@ -394,12 +395,12 @@ def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[A
     group = None
     for start, count in sorted(span for span in set(spans) if span[1] > 1):
         ranks = list(range(start, start + count))
-        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
-        group = made if start == first else group
+        new_group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+        group = new_group if start == first else group
 
-    def exchange(own: Any) -> list[Any]:
+    def exchange(value: Any) -> list[Any]:
         objects: list[Any] = [None] * size
-        dist.all_gather_object(objects, own, group=group)
+        dist.all_gather_object(objects, value, group=group)
         return objects
 
-    return exchange if size > 1 else lambda own: [own]
+    return exchange if size > 1 else lambda value: [value]
