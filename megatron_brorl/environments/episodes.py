@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
 
 
 class Episodes:
-    """Environments by the number of their episode. Any thread may call, one at a time per episode."""
+    """Environments by the number of their episode. Any thread may call, but an episode has one call at a time."""
 
     def __init__(self, cls: type) -> None:
         self._cls = cls

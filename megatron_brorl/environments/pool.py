@@ -1,6 +1,6 @@
 """A pool of worker processes that environments live in, or that agents run in.
 
-An environment stays in one process from `reset` to the end of its episode. If it raises, its episode ends with reward
+An environment stays in one process from `reset` to the end of its episode. If it raises, the episode ends with reward
 0. If a call hangs or ends the process, all episodes of the process are lost, and a new process serves later episodes.
 A class that a Python program passes runs in threads of this process instead, where a hang or a crash is not contained.
 """
@@ -33,7 +33,7 @@ from megatron_brorl.rewards.worker_pool import ScoreRequest, score_result
 from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, end_reason, environment
 from megatron_brorl.types import ScoreResult
 
-# Calls of one process at a time; the time limit of a call begins when the call is sent. A call of Agents is a rollout.
+# Concurrent calls per process. The time limit of a call begins when the call is sent. A call of Agents is a rollout.
 _MAX_RUNNING = {Episodes: 64, Agents: 256}
 _MEMORY_MB = {Episodes: 4096, Agents: 1 << 30}  # address space of a process; agents have no limit
 _MAX_FAILED_STARTS = 3

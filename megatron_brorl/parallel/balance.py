@@ -71,7 +71,7 @@ def _longest_first(costs: Ints, parts: int) -> Ints:
     Graham (1969), "Bounds on multiprocessing timing anomalies". With many rows, costs differ by about the smallest row.
     """
     order = np.argsort(-costs, kind="stable")
-    # One integer per part, load * parts + part, so that the smallest one includes its part.
+    # One integer per part: load * parts + part. The smallest integer thus also names its part.
     heap = list(range(parts))
     chosen = []
     for cost in (costs[order] * parts).tolist():

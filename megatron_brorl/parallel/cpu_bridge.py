@@ -33,7 +33,7 @@ def default_device() -> torch.device:
 
 
 def to_device(x: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a CPU tensor on a device, by default that of this process.
+    """Return a CPU tensor on a device, by default the device of this process.
 
     A copy from pageable memory would wait until the device has finished its earlier work.
     """

@@ -96,7 +96,7 @@ def _own_address(host: str, world: int) -> str:
         _use_loopback()
         return _LOOPBACK
 
-    # NCCL chooses its own interfaces, because some may be faster than the one towards rank 0.
+    # NCCL chooses its own interfaces, because some may be faster than the interface towards rank 0.
     own = _local_address_towards(host)
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if _is_loopback(own) and name:

@@ -24,7 +24,7 @@ MIN_SHARING_GAIN = 1.1
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Consecutive part of a stream: a prompt and several responses to it, or rollouts that each include one."""
+    """Consecutive part of a stream: a prompt and several responses to it, or rollouts with a prompt of their own."""
 
     prefix: int  # tokens of the shared prompt; 0 if every segment includes its own prompt
     segments: tuple[tuple[int, int], ...]  # runs of equally long segments as (count, length), in stream order
@@ -281,7 +281,7 @@ def _padded(piece: Tensor, multiple_of: int) -> Tensor:
 
 
 def _padded_routes(routes: Tensor, multiple_of: int) -> Tensor:
-    """Pad routes [tokens, layers, k] with the first k experts, because a token needs k different ones."""
+    """Pad routes [tokens, layers, k] with the first k experts, because a token needs k different experts."""
     _, layers, k = routes.shape
     padding = torch.arange(k, dtype=routes.dtype).expand(-len(routes) % multiple_of, layers, k)
     return torch.cat((routes, padding))

@@ -33,8 +33,8 @@ class Sampling:
     stop_ids: tuple[int, ...]  # a response ends with the first of these tokens and includes it
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these
     tokens_per_call: int = 0  # a call of generate cuts a response after this many new tokens; 0 = no limit
-    turn_tokens: int = 0  # for turns of an environment: one ends with "length" after this many tokens; 0 = no turns
-    # Requests of agents arrive at any time. Their prompts share no keys and values, whose last bits would depend on it.
+    turn_tokens: int = 0  # for turns of an environment: a turn ends with "length" after this many tokens; 0 = no turns
+    # Requests of agents arrive at any time. Shared keys and values would get last bits that depend on that.
     shares_prefixes: bool = True
     log_probs: bool = True  # False: the engine may return nan
     routes: bool = False  # record the experts of every token (Rollout.routes)
@@ -184,7 +184,7 @@ def extend_spans(spans: Spans, version: int, tokens: int) -> Spans:
 def turn_start(begun: Rollout) -> int:
     """Return the number of first tokens of a continued rollout in which stop strings are not searched.
 
-    They are its earlier turns and the observations of its environment; without an environment, there are none.
+    These tokens are its earlier turns and the observations of its environment. Without an environment it has none.
     """
     return 0 if begun.episode is None else len(begun.episode.sampled)
 

@@ -1,7 +1,7 @@
 """Rollouts that alternate between the engine and a process: episodes of environments (turns) and runs of agents.
 
-Every turn of the model is one request to the engine. While a process works on a rollout, the engine decodes others, so
-no rollout waits for another one. When a turn of an episode ends, a process of the environment pool runs its tool calls.
+Every turn of the model is one request to the engine. While a process works on a rollout, the engine decodes other
+rollouts. When a turn of an episode ends, a process of the environment pool runs its tool calls.
 Then the rollout continues from its tokens and those of the observation. Random numbers are keyed by the position of a
 token in its rollout, so tokens depend neither on the batch nor on the time of a reply. Runs of agents are in agents/.
 """
@@ -65,7 +65,7 @@ class Interaction(GenerateCallbacks, Supply, Generic[R]):
 
     pool: EnvironmentPool
     name: str  # of the environment or agent, for messages
-    requests: list[Request]  # of the caller, then those of the supply
+    requests: list[Request]  # requests of the caller, then requests of the supply
     sampling: Sampling
     callbacks: GenerateCallbacks | None
     supply: Supply | None
@@ -199,8 +199,8 @@ class TurnEngine(ProcessEngine):
     """An engine whose rollouts are episodes of an environment. Their max_tokens include the tokens of observations."""
 
     config: EnvironmentConfig
-    decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
-    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it
+    decode: Callable[[Sequence[int]], str]  # tokens of a turn, without its stop token -> text
+    # (messages that answer a turn, whether the turn has a stop token) -> the tokens that follow the turn
     encode: Callable[[Sequence[dict[str, str]], bool], list[int]]
 
     def interaction(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> Interaction[Any] | None:
@@ -216,7 +216,7 @@ class _Episodes(Interaction[Running]):
         super().__init__(owner.pool, owner.config.factory, *call)
         self.owner = owner
         self._turns: list[Running] = []  # by index of the engine's request
-        self._resets = 0  # episodes among the waiting ones whose first turn has not begun
+        self._resets = 0  # waiting episodes whose first turn has not begun
 
     def next_requests(self, room: int) -> list[Request]:
         self.receive()
@@ -227,7 +227,7 @@ class _Episodes(Interaction[Running]):
         turns = []
         for running in ready:
             request, begun = self.requests[running.request], running.rollout
-            # Without tokens it is not a continued rollout, so that siblings start from the same state of their prompt.
+            # A rollout without tokens is not a continued rollout, so siblings share the state of their prompt.
             continued = (begun,) if len(begun.token_ids) else ()
             turns.append(Request(request.prompt, request.key, n=1, first=begun.index, begun=continued))
         return turns

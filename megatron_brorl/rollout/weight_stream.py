@@ -1,4 +1,4 @@
-"""The stream of a weight update in the trainer: check all of it before any tensor is used."""
+"""The stream of a weight update in the trainer. The whole stream is checked before any tensor is used."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Sequences:
     def rows(self) -> list[list[Call]]:
         """Return the calls of each sequence in order, without completions that the agent has not received.
 
-        The second of two calls that continue the same one begins a sequence, in which earlier completions are a part
+        If two calls continue the same call, the second begins a sequence, in which earlier completions are a part
         of the prompt. The order depends on the tokens, not on the time at which calls arrive.
         """
         rows: list[list[Call]] = []
@@ -126,7 +126,7 @@ def canonical(message: Mapping[str, Any]) -> Message:
     """Return a message with the fields that a chat template reads. Null, empty and absent are the same.
 
     The parts of a content are joined, and the arguments of tool calls are parsed. Raises ValueError for a message that
-    is not one of text.
+    is not text.
     """
     role = message.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):

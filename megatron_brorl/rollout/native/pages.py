@@ -109,7 +109,7 @@ class PagePool:
         # The page released last is allocated first, because its memory is already in use.
         self._free = torch.arange(self.size - 1, -1, -1, dtype=torch.int32)
         self.free = self.size
-        # Decoding steps since the reset, and the maximum and sum over them of the pages in use.
+        # Decoding steps since the reset. Pages in use: the maximum and the sum over these steps.
         self.steps = self.max_used = self.used_sum = 0
         # Prompt tokens of the rows started since the reset, and how many of them were already in the cache.
         self.prompt_tokens = self.cached_prompt_tokens = 0
@@ -144,7 +144,7 @@ class _Block:
     key: _Key
     number: int
     pages: Tensor  # [pages of a block] int32
-    prompts: int = 0  # number of prompts in memory that contain it
+    prompts: int = 0  # number of prompts in memory that contain the block
 
 
 class PrefixCache:
@@ -159,13 +159,13 @@ class PrefixCache:
         self._last_number = 0
 
     def pages_needed(self, prompt: Sequence[int]) -> int:
-        """Return the number of pages to allocate for a prompt, without those that it shares."""
+        """Return the number of pages to allocate for a prompt, without the pages that it shares."""
         return self._pool.pages_for(len(prompt)) - self._pages_per_block * len(self._cached_blocks(prompt))
 
     def add(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
         """Add a prompt. Return its pages [n] int32, and how many of its tokens are already computed.
 
-        The last token is never among them, because the first response token is sampled from its hidden state.
+        The last token is never already computed, because the first response token is sampled from its hidden state.
         """
         cached = self._cached_blocks(prompt)
         # The caller computes the other blocks of this prompt; later prompts find them.

@@ -59,7 +59,7 @@ class Scheduler:
         slots = min(self.max_rows, len(self.queue) + (supply.rows if supply else 0))
         self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
-        self.slot_rollout: list[QueuedRollout | None] = [None] * slots  # as it was when it entered the slot
+        self.slot_rollout: list[QueuedRollout | None] = [None] * slots  # the rollout as it entered the slot
         self.slot_request, self.slot_prompt, self.slot_rollout_index = torch.zeros(3, slots, dtype=torch.int64)
         self.slot_key, self.slot_length, self.slot_limit = torch.zeros(3, slots, dtype=torch.int64)
         self.slot_turn = torch.zeros(slots, dtype=torch.int64)  # start of the text in which stop strings are searched
@@ -119,7 +119,7 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         slot_hidden: dict[int, Tensor] = {}
         outputs: list[tuple[dict[int, Tensor], int]] = []  # dict and key that receive the hidden state of each chunk
-        # Start rollouts in order, so that short prompts do not starve a long one.
+        # Start rollouts in order, so that short prompts do not starve a long prompt.
         while self.queue and self.free_slots and self._fits(self.queue[0], len(slots)):
             queued = self.queue.popleft()
             prompt = self.request_prompt[queued.request]
@@ -138,7 +138,7 @@ class Scheduler:
             response = queued.so_far.token_ids.tolist()
             # A continued rollout has response tokens. Its chunk starts with the block that contains the prompt's last
             # token and attends to the blocks before it. Only the keys and values of the response are stored.
-            # The prompt's tokens after the first `reused` ones are computed again, so they do not count as cached.
+            # The prompt's tokens after the first `reused` tokens are computed again, so they do not count as cached.
             if response:
                 reused = (len(prompt_tokens) - 1) // BLOCK * BLOCK
                 cached = min(cached, reused)
@@ -228,7 +228,7 @@ class Scheduler:
         return results
 
     def withdrawn(self) -> Tensor:
-        """Drop the queued rollouts of withdrawn requests. Return which active rows belong to one, [B] bool."""
+        """Drop the queued rollouts of withdrawn requests. Return which active rows are withdrawn, [B] bool."""
         withdrawn = {i for i in self.withdrawable if (event := self.requests[i].withdrawn) and event.is_set()}
         self.withdrawable -= withdrawn
         for queued in [queued for queued in self.queue if queued.request in withdrawn]:

@@ -34,7 +34,7 @@ from megatron_brorl.types import FinishReason, Rollout
 SAMPLED_ROWS = 128  # rows sampled at a time on a CPU, so that their logits stay in its cache
 SAMPLED_LOGITS = 1 << 28  # logits sampled at a time on a GPU
 FEW_TOKENS = 16  # a call with fewer tokens records no CUDA graphs, because that takes longer than it saves
-# Numbers of rows of the graphs, as fractions of the maximum. Other numbers are padded to the next one.
+# Numbers of rows of the graphs, as fractions of the maximum. Other numbers are padded to the next larger number.
 FRACTIONS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256)
 
 

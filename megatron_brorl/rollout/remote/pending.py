@@ -92,7 +92,7 @@ class PendingRollouts:
         self._withdrawn: set[int] = set()
 
     def add(self, requests: Sequence[Request]) -> dict[int, PendingRollout]:
-        """Add requests and return their rollouts by number. Numbers continue those of earlier requests."""
+        """Add requests and return their rollouts by number. They are numbered after all earlier rollouts."""
         new = (
             self._pending(number, request, begun)
             for number, request in enumerate(requests, start=len(self._results))

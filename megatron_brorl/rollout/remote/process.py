@@ -88,7 +88,7 @@ def kill_group(group: int) -> None:
     A tracker ends when all processes that use it have ended. It then unlinks the shared memory that they left.
     """
     killed: set[int] = set()
-    # Look again, because a process may have started another one before it was killed.
+    # Look again, because a process may have started another process before it was killed.
     while members := _members(group) - killed:
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
@@ -265,7 +265,7 @@ class Supervisor:
             self._restart(why, self.weights)
 
     def kill(self, why: str) -> None:
-        """Kill the process. The supervising thread starts it again, so this returns at once."""
+        """Kill the process. The supervising thread starts it again, so this method returns at once."""
         with self.lock:
             print_error(f"brorl: {why}; killed")
             self._process.kill()
@@ -325,7 +325,7 @@ class Supervisor:
                 try:
                     self._link.poll(0)
                     why = self._problem()
-                    # The trainer uses the memory of a sleeping engine, so a dead one is restarted in wake().
+                    # The trainer uses the memory of a sleeping engine, so wake() restarts a dead engine.
                     if why and not self._asleep:
                         self._restart(why, self.weights)
                 except EngineError as e:

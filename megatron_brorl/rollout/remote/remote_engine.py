@@ -174,7 +174,7 @@ class RemoteEngine:
             if self.supervisor and self.supervisor.failure:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
 
-            # A new process has no requests. Send all missing ones once it has this version of the weights.
+            # A new process has no requests. Send all missing requests once it has this version of the weights.
             if rows and self._link.pid != asked_pid and self._link.version == self.version:
                 self._open_calls.clear()
                 asked_pid = self._ask(rows, sampling)
@@ -182,7 +182,7 @@ class RemoteEngine:
             for message in self._link.poll(_POLL_S if rows else 0.0):
                 if message.fields.get("call") not in self._open_calls:
                     continue  # answer to an abandoned call
-                if message.kind == "stale":  # The engine has other weights now: ask again when it has the right ones.
+                if message.kind == "stale":  # The engine has other weights. Ask again when it has the right weights.
                     asked_pid = 0
                     self._open_calls.clear()
                 elif message.kind == "error":
@@ -197,7 +197,7 @@ class RemoteEngine:
             if asked_pid and rows and not self._open_calls:
                 asked_pid = 0
 
-            # Finished rollouts make room for new ones, and waiting ones may have become ready.
+            # Finished rollouts make room for new rollouts, and waiting rollouts may have become ready.
             new = pending.admit()
             if new and asked_pid == self._link.pid:
                 self._ask(new, sampling)
@@ -233,7 +233,7 @@ class RemoteEngine:
     def _stop(self, pending: PendingRollouts) -> None:
         """Cancel all open calls. Kill an engine that does not end them in time.
 
-        This call does not wait until it has started again, because the watchdog would take that for a hanging engine.
+        This call does not wait for the new process, because the watchdog would take that for a hanging engine.
         """
         self._cancel(list(pending.rows))
         deadline = time.monotonic() + _STOP_S
@@ -262,7 +262,7 @@ class RemoteEngine:
         self.version = -1
         if self.supervisor:
             self.supervisor.sleep()
-        # The engine uses the GPUs of all its ranks. They must not load their models before it has freed its memory.
+        # The engine uses the GPUs of all its ranks. No rank may load its models before the engine has freed its memory.
         self.barrier()
 
     def wake(self) -> None:
@@ -325,7 +325,7 @@ def connect_engine(
             f"engine.tensor = {tensor} does not divide the {per_node} ranks of a node (LOCAL_WORLD_SIZE): an engine "
             "spans the GPUs of its ranks"
         )
-    # The dtypes are limited only on a GPU; tests on a CPU use others.
+    # The dtypes are limited only on a GPU; tests on a CPU use other dtypes.
     if cpu_bridge.on_gpu() and config.rollout.dtype not in kind.dtypes:
         raise UserError(
             f'rollout.dtype = "{config.rollout.dtype}": {kind.name} engines compute in {", ".join(kind.dtypes)}; set '

@@ -64,7 +64,7 @@ class Server:
         """Answer messages until the task is cancelled."""
         self._spawn(self._heartbeat())
         while True:
-            # Answer a rank of another version with an error and keep serving the others.
+            # Answer a rank of another version with an error and keep serving the other ranks.
             client, *frames = await self.socket.recv_multipart()
             try:
                 message = decode(frames)

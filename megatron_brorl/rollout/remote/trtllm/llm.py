@@ -44,7 +44,7 @@ class TrtllmBackend(EngineBackend):
         # Memory that a sleep frees. Tags that start with _ are internal.
         self.tags = [tag for tag in (str(tag.value) for tag in ExecutorMemoryType) if not tag.startswith("_")]
 
-        # Log-probability buffers and CUDA graphs have this batch size, so it must not exceed the number that fits.
+        # Log-probability buffers and CUDA graphs have this batch size, so it is at most the number of rows that fit.
         self.rows = options.max_rows
         if options.max_kv_tokens:
             self.rows = self._fitting(options.max_kv_tokens)
@@ -143,7 +143,7 @@ class TrtllmBackend(EngineBackend):
 
     async def completion(self, handle: Any) -> Completion:
         output = (await handle).outputs[0]
-        # Drop the tokens of an aborted request, because they may differ from the sampled ones.
+        # Drop the tokens of an aborted request, because they may differ from the sampled tokens.
         if output.finish_reason not in ("stop", "length"):
             return Completion([], "cut", [])
         reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs or []]
