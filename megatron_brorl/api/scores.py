@@ -21,7 +21,7 @@ from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
 
 _NO_PROMPT = "-"  # the prompt of a reference answer that is given without one
-_CUT_OFF = Found(None, "cut off")
+_CUT_OFF = Found(answer=None, no_answer_reason="cut off")
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class EnvironmentPool:
         # Only the thread of the loop uses the processes and the episodes.
         self._processes: list[_Process | _Threads | None]
         self._processes = [None] * (self.workers if isinstance(self.factory, str) else 1)
-        self._rooms = [asyncio.Semaphore(_MAX_RUNNING[self.kind]) for _ in self._processes]
+        self._semaphores = [asyncio.Semaphore(_MAX_RUNNING[self.kind]) for _ in self._processes]
         self._episodes: dict[int, _Episode] = {}
         self._failed_starts: list[str] = []  # reasons why the last processes could not start
         self._loop = asyncio.new_event_loop()
@@ -144,7 +144,7 @@ class EnvironmentPool:
         if episode is None:
             return
         process_index = number % len(self._processes)
-        async with episode.lock, self._rooms[process_index]:
+        async with episode.lock, self._semaphores[process_index]:
             if number not in self._episodes:
                 return
             episode.process = episode.process or self._live_process(process_index)

@@ -34,7 +34,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these
     tokens_per_call: int = 0  # a call of generate cuts a response after this many new tokens; 0 = no limit
     turn_tokens: int = 0  # for turns of an environment: a turn ends with "length" after this many tokens; 0 = no turns
-    # Requests of agents arrive at any time. Shared keys and values would get last bits that depend on that.
+    # False for agents: their requests arrive at any time, on which the last bits of shared keys would depend.
     shares_prefixes: bool = True
     log_probs: bool = True  # False: the engine may return nan
     routes: bool = False  # record the experts of every token (Rollout.routes)
@@ -254,8 +254,8 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     for ((_, size), score_record, index, finish, spans, episode_record), ids, log_probs in columns:
         episode = None
         if episode_record:
-            turns, calls, malformed, score, starts = episode_record
-            episode = Episode(next(masks), turns, calls, malformed, scores[score], tuple(starts))
+            turns, calls, malformed, episode_score, starts = episode_record
+            episode = Episode(next(masks), turns, calls, malformed, scores[episode_score], tuple(starts))
         rollout_routes = next(routes) if size else None
         rollout = Rollout(index, ids, log_probs, finish, tuple(map(tuple, spans)), episode, rollout_routes)
         group, reward, right, answer, score = score_record

@@ -1,9 +1,9 @@
 """Rollouts that alternate between the engine and a process: episodes of environments (turns) and runs of agents.
 
 Every turn of the model is one request to the engine. While a process works on a rollout, the engine decodes other
-rollouts. When a turn of an episode ends, a process of the environment pool runs its tool calls.
-Then the rollout continues from its tokens and those of the observation. Random numbers are keyed by the position of a
-token in its rollout, so tokens depend neither on the batch nor on the time of a reply. Runs of agents are in agents/.
+rollouts. When a turn of an episode ends, a process of the environment pool runs its tool calls. Then the
+rollout continues from its tokens and the tokens of the observation. Random numbers are keyed by the position of a token
+in its rollout, so tokens depend neither on the batch nor on the time of a reply. Runs of agents are in agents/.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Linear:
             return self.product(x, self.weight)
         if not self.packed:
             return linear(x, self.weight, self.bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # no activation
         return product
 
 

@@ -145,7 +145,7 @@ class TrtllmBackend(EngineBackend):
         output = (await handle).outputs[0]
         # Drop the tokens of an aborted request, because they may differ from the sampled tokens.
         if output.finish_reason not in ("stop", "length"):
-            return Completion([], "cut", [])
+            return Completion(token_ids=[], finish="cut", log_probs=[])
         reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs or []]
         return Completion.of(output.token_ids, output.finish_reason, reported)
 

@@ -167,7 +167,7 @@ class VllmBackend(EngineBackend):
 
         # A request that is aborted before it starts has no output.
         if last_output is None:
-            return Completion([], "cut", [])
+            return Completion(token_ids=[], finish="cut", log_probs=[])
         result = last_output.outputs[0]
         reported: list[Mapping[int, float]] = []
         if params.logprobs is not None:
