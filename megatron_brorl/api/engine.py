@@ -66,7 +66,7 @@ class Engine:
         """
         if dtype not in DTYPES:
             raise UserError(f"Engine.from_pretrained: dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
-        _check_minimum("Engine.from_pretrained", 1, max_num_seqs=max_num_seqs)
+        _check_minimum("Engine.from_pretrained", minimum=1, max_num_seqs=max_num_seqs)
         path = model_directory(str(directory))
         shape = read_shape(path)
         tokenizer = load_tokenizer(path)
@@ -86,7 +86,7 @@ class Engine:
             memory=kv_cache_mib * 2**20,
             decode=tokenizer.decode_all,  # stop strings may contain special tokens
         )
-        engine.update_weights(((name, checkpoint.tensor(name)) for name in names), 0)
+        engine.update_weights(((name, checkpoint.tensor(name)) for name in names), version=0)
         return cls(engine, tokenizer, stop_ids(path, tokenizer))
 
     def sample(
@@ -118,8 +118,8 @@ class Engine:
             raise UserError("Engine.sample: prompts is one string; give a list, [prompt]")
         if chat_template_kwargs and all(isinstance(prompt, str) for prompt in prompts):
             raise UserError("Engine.sample: chat_template_kwargs: no prompt is a list of messages; leave it out")
-        _check_minimum("Engine.sample", 1, n=n, max_tokens=max_tokens)
-        _check_minimum("Engine.sample", 0, top_k=top_k, temperature=temperature)
+        _check_minimum("Engine.sample", minimum=1, n=n, max_tokens=max_tokens)
+        _check_minimum("Engine.sample", minimum=0, top_k=top_k, temperature=temperature)
         if not 0 < top_p <= 1:
             raise UserError(f"Engine.sample: top_p = {top_p!r}: must be in (0, 1]")
         if max_tokens >= self._context:
@@ -135,8 +135,8 @@ class Engine:
             ids = _token_ids(prompt, f"prompts[{i}]", self._tokenizer, max_prompt_tokens, chat, engine.shape.vocab)
             key = stream_key(seed, "sample", " ".join(map(str, ids)), repeats[ids])
             repeats[ids] += 1
-            row = Prompt(str(i), text="", token_ids=ids, answer=None, verifier="exact")
-            requests.append(Request(row, key, n))
+            request_prompt = Prompt(str(i), text="", token_ids=ids, answer=None, verifier="exact")
+            requests.append(Request(request_prompt, key, n))
 
         # One call for all prompts, so that responses of one prompt start as others end.
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -164,7 +164,7 @@ class Engine:
 def _token_ids(
     prompt: object, where: str, tokenizer: Tokenizer, limit: int, chat: DataConfig, vocab: int
 ) -> tuple[int, ...]:
-    """Return the ids of a prompt, at most `limit`. chat: how messages become a prompt. vocab: size of the model's."""
+    """Return the ids of a prompt, at most `limit`. chat: how messages become a prompt. vocab: number of token ids."""
     if isinstance(prompt, str):
         return render(prompt, tokenizer, DataConfig(), limit, where)[1]
     if not isinstance(prompt, Sequence):

@@ -21,7 +21,7 @@ from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
 
 _NO_PROMPT = "-"  # the prompt of a reference answer that is given without one
-_CUT_OFF = Found(None, "cut off")
+_CUT_OFF = Found(answer=None, no_answer_reason="cut off")
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,23 @@ def score(
 
     prompts = [_prompt(row, i, RowFormat(name, config)) for i, row in enumerate(rows)]
     groups = [[group] if isinstance(group, (str, Sample)) else group for group in responses]
-    flat = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
+    flat = [(prompt, response) for prompt, group in zip(prompts, groups, strict=True) for response in group]
     extracted = [_find_answer(prompt, response, config) for prompt, response in flat]
 
     # The same worker processes as in a run. They end with this call.
-    requests = [ScoreRequest(p, *(f or _CUT_OFF)) for (p, _), f in zip(flat, extracted, strict=True)]
+    requests = [ScoreRequest(pair[0], *(answer or _CUT_OFF)) for pair, answer in zip(flat, extracted, strict=True)]
     names = {prompt.verifier for prompt in prompts} - {custom.IN_PROCESS}
     impure = check_verifiers(names, config).impure
     with RewardPool(config.workers, config.timeout_s, impure=impure, function=function) as pool:
         results = pool.score(requests)
 
     scored = []
-    for (_, response), f, result in zip(flat, extracted, results, strict=True):
+    for (_, response), extraction, result in zip(flat, extracted, results, strict=True):
         reward, right = final_reward(result, _is_cut_off(response), config)
-        answer, status = (f.answer, result.status) if f else (None, "length")
+        answer, status = (extraction.answer, result.status) if extraction else (None, "length")
         scored.append(Reward(reward, right, result.reason, status, answer, result.parts))
     rewards = iter(scored)
-    return [next(rewards) if isinstance(each, (str, Sample)) else [next(rewards) for _ in each] for each in responses]
+    return [next(rewards) if isinstance(item, (str, Sample)) else [next(rewards) for _ in item] for item in responses]
 
 
 def _prompt(row: str | Mapping[str, Any] | None, i: int, row_format: RowFormat) -> Prompt:

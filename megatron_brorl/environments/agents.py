@@ -1,7 +1,7 @@
 """Runs agents: functions of a user that call the policy. Imports no torch, because workers import it.
 
 A function receives those of the arguments row, client, base_url, api_key and model that it names. An async function
-runs in an event loop that all agents of a process share, another one in a thread of its own.
+runs in an event loop that all agents of a process share, any other function in a thread of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Agents:
         return Outcome([], done=True, score=Judge(lambda *_: returned)("", NO_ROW))
 
     def end(self, rollout: int) -> None:
-        """Cancel an async agent. Another one ends with its next call, because its key has expired."""
+        """Cancel an async agent. Any other agent ends with its next call, because its key has expired."""
         if task := self._running.get(rollout):
             task.cancel()
 

@@ -60,16 +60,16 @@ class Call:
 
 
 def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call]:
-    """Return the calls of a turn in order, the first _MAX_CALLS and a malformed one in place of the others.
+    """Return the calls of a turn in order, the first _MAX_CALLS, and a malformed call in place of all further calls.
 
     in_thought: the prompt of the turn ends with <think>.
     """
     begins, end_tag = _BEGINS[format], _END_TAGS[format]
-    text = "<think>" * in_thought + text
+    text = f"<think>{text}" if in_thought else text
     calls: list[Call] = []
     position = 0
     while begin := begins.match(text, position) if format == "json" else begins.search(text, position):
-        if begin[1]:
+        if begin[1]:  # a thought, in which calls do not count
             position = begin.end()
             continue
         try:
@@ -77,12 +77,13 @@ def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call
             if call is None:
                 break
             if not text[position:].lstrip().startswith(end_tag):
-                call = Call("", {}, _NO_END)
+                call = Call(name="", arguments={}, error=_NO_END)
         except MalformedCall as e:
             end = text.find(end_tag, begin.end()) if end_tag else len(text)
-            call, position = Call("", {}, str(e) if end >= 0 else _NO_END), end if end >= 0 else len(text)
+            call = Call(name="", arguments={}, error=str(e) if end >= 0 else _NO_END)
+            position = end if end >= 0 else len(text)
         if len(calls) == _MAX_CALLS:
-            return [*calls, Call("", {}, f"at most {_MAX_CALLS} calls are executed per turn")]
+            return [*calls, Call(name="", arguments={}, error=f"at most {_MAX_CALLS} calls are executed per turn")]
         calls.append(replace(call, begin=begin.start()))
     return calls
 
@@ -92,19 +93,19 @@ def keyword_arguments(call: Call, tool: Callable[..., Any]) -> dict[str, Any]:
 
     tool: the function of the class, whose first parameter is the object. A text for another type hint is read as JSON.
     """
-    texts = call.arguments
+    raw = call.arguments
     _, *parameters = inspect.signature(tool).parameters
-    if isinstance(texts, str) and len(parameters) == 1:
-        texts = {parameters[0]: texts}
-    elif isinstance(texts, str):
-        arguments, end = _decode(texts or "{}", 0, "the arguments")
-        if end < len(texts):
+    if isinstance(raw, str) and len(parameters) == 1:
+        raw = {parameters[0]: raw}
+    elif isinstance(raw, str):
+        arguments, end = _decode(raw or "{}", 0, "the arguments")
+        if end < len(raw):
             raise MalformedCall("the arguments must be a single JSON object")
         return arguments
     elif not call.texts:
-        return texts
+        return raw
     types = _types(tool)
-    return {name: _value(text, types[name]) if name in types else text for name, text in texts.items()}
+    return {name: _value(text, types[name]) if name in types else text for name, text in raw.items()}
 
 
 @functools.cache

@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
 
 
 class Episodes:
-    """Environments by the number of their episode. Any thread may call, one at a time per episode."""
+    """Environments by the number of their episode. Any thread may call, but an episode has one call at a time."""
 
     def __init__(self, cls: type) -> None:
         self._cls = cls
@@ -110,7 +110,7 @@ class Episodes:
 
 
 def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a tool that raises ValidationError unless the arguments fit the type hints, and checks (choices: ...)."""
+    """Return a tool that checks its arguments: the type hints (raises ValidationError) and (choices: ...)."""
     allowed = choices(tool)
     parameters = inspect.signature(tool).parameters
 

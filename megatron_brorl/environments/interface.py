@@ -72,7 +72,7 @@ def describe(factory: str | type) -> Kind:
     except (TypeError, ValueError) as e:
         raise UserError(f"{label}: cannot be created without arguments: {e}; read data in reset") from None
     if hasattr(cls, "step"):
-        return Kind((), sha256)
+        return Kind(tools=(), sha256=sha256)
     if not tools(cls):
         raise UserError(f"{label}: has neither tools (public methods) nor a method step; define one of them")
     return Kind(tuple(_schema(tool, f"{label}: tool {name}") for name, tool in tools(cls).items()), sha256)

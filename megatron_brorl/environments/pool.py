@@ -1,6 +1,6 @@
 """A pool of worker processes that environments live in, or that agents run in.
 
-An environment stays in one process from `reset` to the end of its episode. If it raises, its episode ends with reward
+An environment stays in one process from `reset` to the end of its episode. If it raises, the episode ends with reward
 0. If a call hangs or ends the process, all episodes of the process are lost, and a new process serves later episodes.
 A class that a Python program passes runs in threads of this process instead, where a hang or a crash is not contained.
 """
@@ -33,7 +33,7 @@ from megatron_brorl.rewards.worker_pool import ScoreRequest, score_result
 from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, end_reason, environment
 from megatron_brorl.types import ScoreResult
 
-# Calls of one process at a time; the time limit of a call begins when the call is sent. A call of Agents is a rollout.
+# Concurrent calls per process. The time limit of a call begins when the call is sent. A call of Agents is a rollout.
 _MAX_RUNNING = {Episodes: 64, Agents: 256}
 _MEMORY_MB = {Episodes: 4096, Agents: 1 << 30}  # address space of a process; agents have no limit
 _MAX_FAILED_STARTS = 3
@@ -75,7 +75,7 @@ class EnvironmentPool:
         # Only the thread of the loop uses the processes and the episodes.
         self._processes: list[_Process | _Threads | None]
         self._processes = [None] * (self.workers if isinstance(self.factory, str) else 1)
-        self._rooms = [asyncio.Semaphore(_MAX_RUNNING[self.kind]) for _ in self._processes]
+        self._semaphores = [asyncio.Semaphore(_MAX_RUNNING[self.kind]) for _ in self._processes]
         self._episodes: dict[int, _Episode] = {}
         self._failed_starts: list[str] = []  # reasons why the last processes could not start
         self._loop = asyncio.new_event_loop()
@@ -143,11 +143,11 @@ class EnvironmentPool:
         episode = self._episodes.get(number)
         if episode is None:
             return
-        place = number % len(self._processes)
-        async with episode.lock, self._rooms[place]:
+        process_index = number % len(self._processes)
+        async with episode.lock, self._semaphores[process_index]:
             if number not in self._episodes:
                 return
-            episode.process = episode.process or self._live_process(place)
+            episode.process = episode.process or self._live_process(process_index)
             try:
                 reply = await episode.process.call(method, number, *arguments)
             except WorkerLostError as e:
@@ -167,14 +167,14 @@ class EnvironmentPool:
                 if episode.process:
                     episode.process.end(number)
 
-    def _live_process(self, place: int) -> _Process | _Threads:
-        process = self._processes[place]
+    def _live_process(self, process_index: int) -> _Process | _Threads:
+        process = self._processes[process_index]
         if process is None or process.lost:
             if isinstance(self.factory, str):
                 process = _Process(self.factory, self.max_tool_seconds, self._failed_starts, self.kind)
             else:
                 process = _Threads(self.kind(self.factory))
-            self._processes[place] = process
+            self._processes[process_index] = process
         return process
 
     async def _stop(self) -> None:
@@ -226,7 +226,7 @@ class _Process:
     def end(self, number: int) -> None:
         """Drop the environment of an episode."""
         if not self.lost:
-            self._send(0, "end", (number,))
+            self._send(number=0, method="end", arguments=(number,))
 
     async def kill(self) -> None:
         """Kill the process and all processes that it has started."""
@@ -242,7 +242,7 @@ class _Process:
     async def _run(self) -> None:
         """Start the process, and pass on its results until it ends."""
         # HTTP clients connect to the loopback interface directly.
-        direct = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
+        no_proxy = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
         with tempfile.TemporaryFile() as stderr:
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -251,7 +251,7 @@ class _Process:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,
-                    env={**environment(), **direct},
+                    env={**environment(), **no_proxy},
                     start_new_session=True,  # The terminal's Ctrl-C is meant for the trainer.
                     limit=_MAX_LINE,
                 )
@@ -301,7 +301,7 @@ class _Threads:
 
 
 def _reply(outcome: Outcome, kind: type[Any]) -> Reply:
-    """Return the reply in an outcome. Raises WorkerLostError if its score is not one of a Judge."""
+    """Return the reply in an outcome. Raises WorkerLostError if no Judge could have returned its score."""
     is_verified = kind is Agents and outcome.score is None  # by the verifier of the row
     score = score_result(outcome.score) if outcome.done and not is_verified else None
     return Reply(tuple(outcome.messages), outcome.done, score, outcome.calls, outcome.malformed)

@@ -33,20 +33,20 @@ class CostModel:
         Costs are rounded to integers. prompts, responses: tokens [rows]. prompt_index: index of each row's prompt.
         """
         # A row with its own prompt: each token attends to the tokens before it.
-        total = prompts + responses
-        plain = total + self.pair * total**2 / 2
+        tokens = prompts + responses
+        plain_cost = tokens + self.pair * tokens**2 / 2
 
         # A shared prompt is computed again in each further micro-batch with responses to it.
-        prompt = prompts + self.pair * prompts**2 / 2
+        prompt_cost = prompts + self.pair * prompts**2 / 2
         copies = np.minimum(responses / self.limit, 1.0)
-        own = responses + self.pair * responses * (prompts + responses / 2) + copies * prompt
+        shared_cost = responses + self.pair * responses * (prompts + responses / 2) + copies * prompt_cost
 
         # Packing shares prompts only if that saves enough tokens. Integer sums do not depend on the processor.
         _, first = np.unique(prompt_index, return_index=True)
         shared_tokens = int((responses + _rounded(copies * prompts)).sum() + prompts[first].sum())
-        if not self.share or int(total.sum()) < MIN_SHARING_GAIN * shared_tokens:
-            return _rounded(plain), np.zeros_like(prompts)
-        return _rounded(own), _rounded(prompt)
+        if not self.share or int(tokens.sum()) < MIN_SHARING_GAIN * shared_tokens:
+            return _rounded(plain_cost), np.zeros_like(prompts)
+        return _rounded(shared_cost), _rounded(prompt_cost)
 
 
 def pair_cost(shape: ModelShape) -> float:
@@ -71,13 +71,13 @@ def _longest_first(costs: Ints, parts: int) -> Ints:
     Graham (1969), "Bounds on multiprocessing timing anomalies". With many rows, costs differ by about the smallest row.
     """
     order = np.argsort(-costs, kind="stable")
-    # One integer per part, load * parts + part, so that the smallest one includes its part.
+    # One integer per part: load * parts + part. The smallest integer thus also names its part.
     heap = list(range(parts))
     chosen = []
     for cost in (costs[order] * parts).tolist():
-        least = heap[0]
-        chosen.append(least % parts)
-        heapq.heapreplace(heap, least + cost)
+        smallest = heap[0]
+        chosen.append(smallest % parts)
+        heapq.heapreplace(heap, smallest + cost)
 
     part_of_row = np.empty_like(costs)
     part_of_row[order] = chosen
@@ -89,17 +89,17 @@ def _in_runs(costs: Ints, parts: int, prompt_index: Ints, prompt_costs: Ints) ->
     order = np.lexsort((-costs, prompt_index))
     _, first = np.unique(prompt_index[order], return_index=True)
 
-    # A row belongs to the part that contains its middle.
-    spent = costs[order]
-    spent[first] += prompt_costs[order][first]
-    middle = 2 * spent.cumsum() - spent
+    # A row belongs to the part that contains the middle of its range of costs.
+    sorted_costs = costs[order]
+    sorted_costs[first] += prompt_costs[order][first]
+    twice_middle = 2 * sorted_costs.cumsum() - sorted_costs
     part_of_row = np.empty_like(costs)
-    part_of_row[order] = middle * parts // (2 * int(spent.sum()))
+    part_of_row[order] = twice_middle * parts // (2 * int(sorted_costs.sum()))
     return part_of_row
 
 
 def loads_of(parts: int, assigned: Ints, costs: Ints, prompt_index: Ints, prompt_costs: Ints) -> Ints:
-    """Return the cost of every part [parts]: that of its rows, and that of each distinct prompt once."""
+    """Return the cost of every part [parts]: the costs of its rows, and the cost of each distinct prompt once."""
     loads = np.zeros(parts, dtype=np.int64)
     np.add.at(loads, assigned, costs)
     _, first = np.unique(assigned * (int(prompt_index.max(initial=0)) + 1) + prompt_index, return_index=True)

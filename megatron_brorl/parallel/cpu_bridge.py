@@ -33,7 +33,7 @@ def default_device() -> torch.device:
 
 
 def to_device(x: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a CPU tensor on a device, by default that of this process.
+    """Return a CPU tensor on a device, by default the device of this process.
 
     A copy from pageable memory would wait until the device has finished its earlier work.
     """
@@ -81,11 +81,11 @@ def disable_compiler() -> None:
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep freed memory for later tensors, on CPUs. Call this before other threads start.
 
-    By default it returns large blocks to the system, and the kernel has to clear each page again when the next tensor
-    is written. With one arena, training also uses the memory that the engine's thread has freed. A phase with blocks of
+    By default glibc returns large blocks to the system, and the kernel has to clear each page again for a new tensor.
+    With one arena, training also uses the memory that the engine's thread has freed. A phase with blocks of
     other sizes would grow the heap, so release_freed_memory() is called before it.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # None: a C library without this function
     if mallopt and not on_gpu():
         for parameter, value in _MALLOC.items():
             mallopt(parameter, value)

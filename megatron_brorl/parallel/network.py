@@ -40,16 +40,16 @@ def store(world: int, timeout: timedelta) -> dist.Store:
     rank, host, port = (os.environ.get(name, "") for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     if not host or not port:
         raise UserError("RANK is set, MASTER_ADDR or MASTER_PORT is not: start by torchrun, Slurm or with --processes")
-    own = _own_address(host, world)
+    own_address = _own_address(host, world)
     # Keep the connection, because groups of an earlier call may keep the port in use.
-    key = os.getpid(), own, host, port
+    key = os.getpid(), own_address, host, port
     if key not in _stores:
-        _stores[key] = _tcp_store(own, host, int(port), int(rank), world, timeout)
+        _stores[key] = _tcp_store(own_address, host, int(port), int(rank), world, timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # Without a new prefix, process groups would read the keys of earlier groups as the addresses of their peers.
-    new = dist.PrefixStore(f"attempt {attempt}, call {next(_calls)}", _stores[key])
-    new.set_timeout(timeout)
-    return new
+    prefixed_store = dist.PrefixStore(f"attempt {attempt}, call {next(_calls)}", _stores[key])
+    prefixed_store.set_timeout(timeout)
+    return prefixed_store
 
 
 _calls = itertools.count()
@@ -96,7 +96,7 @@ def _own_address(host: str, world: int) -> str:
         _use_loopback()
         return _LOOPBACK
 
-    # NCCL chooses its own interfaces, because some may be faster than the one towards rank 0.
+    # NCCL chooses its own interfaces, because some may be faster than the interface towards rank 0.
     own = _local_address_towards(host)
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if _is_loopback(own) and name:
@@ -165,7 +165,7 @@ class StallReporter(threading.Thread):
     """Writes this rank's place to the store if no span begins or ends, and reports the late ranks on rank 0.
 
     It names the ranks that a stalled run waits for before its collectives time out, because NCCL then ends the process
-    without naming one. A rank writes after 0.8 x timeout_s without progress. Rank 0 waits another 0.1 x timeout_s.
+    without naming a rank. A rank writes after 0.8 x timeout_s without progress. Rank 0 waits another 0.1 x timeout_s.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ def _key(rank: int) -> str:
 
 
 def _late_ranks(store: dist.Store, size: int) -> str:
-    """Return a line with the ranks that have written no place, or an earlier one than others."""
+    """Return a line with the ranks that have written no place, or an earlier place than other ranks."""
     places = {rank: store.get(_key(rank)).decode().split(" ", 1) for rank in range(size) if store.check([_key(rank)])}
     furthest, phase = max((int(changes), name) for changes, name in places.values())
     late: dict[str, list[str]] = {}
@@ -213,5 +213,5 @@ def _late_ranks(store: dist.Store, size: int) -> str:
         changes, name = places.get(rank, ("-1", "no report: dead, or still working"))
         if int(changes) < furthest:
             late.setdefault(name, []).append(str(rank))
-    ranks = "; ".join(f"rank {', '.join(ranks)} ({name})" for name, ranks in late.items())
-    return f"no progress in {phase!r}; behind are: {ranks or 'none'}"
+    summary = "; ".join(f"rank {', '.join(ranks)} ({name})" for name, ranks in late.items())
+    return f"no progress in {phase!r}; behind are: {summary or 'none'}"

@@ -24,7 +24,7 @@ MIN_SHARING_GAIN = 1.1
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Consecutive part of a stream: a prompt and several responses to it, or rollouts that each include one."""
+    """Consecutive part of a stream: a prompt and several responses to it, or rollouts with a prompt of their own."""
 
     prefix: int  # tokens of the shared prompt; 0 if every segment includes its own prompt
     segments: tuple[tuple[int, int], ...]  # runs of equally long segments as (count, length), in stream order
@@ -68,9 +68,9 @@ class Packed:
         ends = self.counts.cumsum(0) - 1
         if self.kept is None:
             return list(self.rows), ends
-        kept = torch.isin(ends, self.kept)
-        rows = [row for row, is_kept in zip(self.rows, kept.tolist(), strict=True) if is_kept]
-        return rows, torch.searchsorted(self.kept, ends[kept])
+        on_this_rank = torch.isin(ends, self.kept)
+        rows = [row for row, is_here in zip(self.rows, on_this_rank.tolist(), strict=True) if is_here]
+        return rows, torch.searchsorted(self.kept, ends[on_this_rank])
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Split per-token values [R] into (row, [G]) pairs, with 0 for tokens of other ranks."""
@@ -94,7 +94,7 @@ def pack(
     prompts and responses: [tokens] int64 each, none empty. share: store a prompt once per micro-batch if that saves at
     least MIN_SHARING_GAIN. multiple_of: pad streams to a multiple of it with one dummy segment, for sequence
     parallelism. segments_of, a divisor of multiple_of: pad each segment to a multiple of it, for context parallelism.
-    routes: of each row, [prompt + response - 1, layers, k]. Only rows with the same routes of the prompt share it.
+    routes: of each row, [prompt + response - 1, layers, k]. Rows share a prompt only if its routes are equal.
     Without rows the result is one dummy micro-batch, so that the rank takes part in the collectives.
     """
     if share:
@@ -102,7 +102,7 @@ def pack(
             raise ValueError("pack: shared prompts do not support segments_of > 1")
         shared = _fill_shared(_by_prompt(prompts, responses, routes), max_tokens)
         if _gain(shared, prompts, responses) >= MIN_SHARING_GAIN:
-            return [_pack_shared(b, multiple_of, routes) for b in shared]
+            return [_pack_shared(batch, multiple_of, routes) for batch in shared]
 
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
     batches: list[list[int]] = [[]]
@@ -139,9 +139,9 @@ _PromptRows = tuple[Tensor, list[tuple[int, Tensor]]]
 
 
 def _gain(batches: list[list[_PromptRows]], prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
-    own = sum(len(r) - 1 for r in responses)
-    stored = sum(len(prompt) for batch in batches for prompt, _ in batch)
-    return (own + sum(map(len, prompts))) / max(own + stored, 1) if responses else 1.0
+    response_tokens = sum(len(response) - 1 for response in responses)
+    prompt_tokens = sum(len(prompt) for batch in batches for prompt, _ in batch)
+    return (response_tokens + sum(map(len, prompts))) / max(response_tokens + prompt_tokens, 1) if responses else 1.0
 
 
 def _by_prompt(
@@ -157,13 +157,13 @@ def _by_prompt(
         experts = routes[i][: len(prompt)].numpy().tobytes() if routes else b""
         rows_of.setdefault((texts[id(prompt)], experts), []).append(i)
     return [
-        (prompts[rows[0]], sorted(((i, responses[i]) for i in rows), key=lambda r: (len(r[1]), r[0])))
+        (prompts[rows[0]], sorted(((i, responses[i]) for i in rows), key=lambda pair: (len(pair[1]), pair[0])))
         for rows in rows_of.values()
     ]
 
 
 def _fill_shared(groups: list[_PromptRows], max_tokens: int) -> list[list[_PromptRows]]:
-    """Fill micro-batches with rows. If those of a prompt do not fit, the next micro-batch repeats the prompt."""
+    """Fill micro-batches with rows. If the rows of a prompt do not fit, the next micro-batch repeats the prompt."""
     batches: list[list[_PromptRows]] = [[]]
     used = 0
     for prompt, siblings in groups:
@@ -215,16 +215,16 @@ def _pack_shared(groups: list[_PromptRows], multiple_of: int, routes: Sequence[T
     pieces: list[Tensor] = []
     offsets: list[int] = []
     predict: list[Tensor] = []
-    own_routes: list[Tensor] = []
+    piece_routes: list[Tensor] = []
     end = 0
 
     for prompt, siblings in groups:
-        counts = torch.tensor([len(r) for _, r in siblings])  # response tokens of each sibling
-        pieces += [prompt, *(r[:-1] for _, r in siblings)]
+        counts = torch.tensor([len(response) for _, response in siblings])  # response tokens of each sibling
+        pieces += [prompt, *(response[:-1] for _, response in siblings)]
         offsets += [0, *([len(prompt)] * len(siblings))]
         if routes:
-            own_routes.append(routes[siblings[0][0]][: len(prompt)])
-            own_routes += [routes[row][len(prompt) :] for row, _ in siblings]
+            piece_routes.append(routes[siblings[0][0]][: len(prompt)])
+            piece_routes += [routes[row][len(prompt) :] for row, _ in siblings]
 
         token_index = _concatenated_ranges(counts)  # index of each token in its response
         end += len(prompt)
@@ -239,11 +239,11 @@ def _pack_shared(groups: list[_PromptRows], multiple_of: int, routes: Sequence[T
     return _finish(
         pieces=pieces,
         offsets=offsets,
-        groups=[PackedGroup(len(prompt), _runs([len(r) - 1 for _, r in siblings])) for prompt, siblings in groups],
+        groups=[PackedGroup(len(prompt), _runs([len(ids) - 1 for _, ids in siblings])) for prompt, siblings in groups],
         predict=torch.cat(predict),
         rows=[row for _, siblings in groups for row in siblings],
         multiple_of=multiple_of,
-        routes=own_routes,
+        routes=piece_routes,
     )
 
 
@@ -270,15 +270,15 @@ def _finish(
         position_ids=_concatenated_ranges(lengths) + torch.tensor(offsets).repeat_interleave(lengths),
         groups=tuple(groups),
         predict=predict,
-        targets=torch.cat([r for _, r in rows]) if rows else torch.zeros(0, dtype=torch.int64),
+        targets=torch.cat([response for _, response in rows]) if rows else torch.zeros(0, dtype=torch.int64),
         rows=tuple(i for i, _ in rows),
-        counts=torch.tensor([len(r) for _, r in rows], dtype=torch.int64),
+        counts=torch.tensor([len(response) for _, response in rows], dtype=torch.int64),
         routes=_padded_routes(torch.cat(routes), multiple_of) if routes else None,
     )
 
 
 def _padded_routes(routes: Tensor, multiple_of: int) -> Tensor:
-    """Pad routes [rows, layers, k] with the first k experts, because a token needs k different ones."""
+    """Pad routes [tokens, layers, k] with the first k experts, because a token needs k different experts."""
     _, layers, k = routes.shape
     padding = torch.arange(k, dtype=routes.dtype).expand(-len(routes) % multiple_of, layers, k)
     return torch.cat((routes, padding))
@@ -317,19 +317,19 @@ def split_for_rank(batch: Packed, rank: int, size: int) -> Packed:
 
     The fields groups, rows and counts still describe the whole stream.
     """
-    own = own_tokens(batch.groups, rank, size)
-    index = torch.full((len(batch.input_ids),), -1)
-    index[own] = torch.arange(len(own))
-    predict = index[batch.predict]
+    own_indices = own_tokens(batch.groups, rank, size)
+    new_index = torch.full((len(batch.input_ids),), -1)
+    new_index[own_indices] = torch.arange(len(own_indices))
+    predict = new_index[batch.predict]
     kept = (predict >= 0).nonzero().squeeze(1)
     return replace(
         batch,
-        input_ids=batch.input_ids[own],
-        position_ids=batch.position_ids[own],
+        input_ids=batch.input_ids[own_indices],
+        position_ids=batch.position_ids[own_indices],
         predict=predict[kept],
         targets=batch.targets[kept],
         kept=kept,
-        routes=None if batch.routes is None else batch.routes[own],
+        routes=None if batch.routes is None else batch.routes[own_indices],
     )
 
 

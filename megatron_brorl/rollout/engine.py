@@ -33,8 +33,8 @@ class Sampling:
     stop_ids: tuple[int, ...]  # a response ends with the first of these tokens and includes it
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these
     tokens_per_call: int = 0  # a call of generate cuts a response after this many new tokens; 0 = no limit
-    turn_tokens: int = 0  # for turns of an environment: one ends with "length" after this many tokens; 0 = no turns
-    # Requests of agents arrive at any time. Their prompts share no keys and values, whose last bits would depend on it.
+    turn_tokens: int = 0  # for turns of an environment: a turn ends with "length" after this many tokens; 0 = no turns
+    # False for agents: their requests arrive at any time, on which the last bits of shared keys would depend.
     shares_prefixes: bool = True
     log_probs: bool = True  # False: the engine may return nan
     routes: bool = False  # record the experts of every token (Rollout.routes)
@@ -74,10 +74,10 @@ class Request:
 
     def rollouts(self) -> Iterator[Rollout]:
         """Yield the initial state of every sibling: without tokens, or the "cut" rollout that it continues."""
-        nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
-        begun = {r.index: r for r in self.begun}
+        no_tokens = torch.empty(0, dtype=torch.int64), torch.empty(0)
+        begun = {rollout.index: rollout for rollout in self.begun}
         for sibling in range(self.first, self.first + self.n):
-            yield begun.get(sibling) or Rollout(sibling, *nothing, "cut")
+            yield begun.get(sibling) or Rollout(sibling, *no_tokens, "cut")
 
 
 class GenerateCallbacks(Protocol):
@@ -184,7 +184,7 @@ def extend_spans(spans: Spans, version: int, tokens: int) -> Spans:
 def turn_start(begun: Rollout) -> int:
     """Return the number of first tokens of a continued rollout in which stop strings are not searched.
 
-    They are its earlier turns and the observations of its environment; without an environment, there are none.
+    These tokens are its earlier turns and the observations of its environment. Without an environment it has none.
     """
     return 0 if begun.episode is None else len(begun.episode.sampled)
 
@@ -216,25 +216,26 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     ScoreResults, and the other fields of each rollout.
     """
     rollouts = [row.rollout for row in rows]
-    episodes = [r.episode for r in rollouts if r.episode]
-    routes = [r.routes for r in rollouts if r.routes is not None]
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode]
+    routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
     # Rollouts with equal answers share one ScoreResult object.
     scores = {id(score): score for score in (*(row.score for row in rows), *(e.score for e in episodes)) if score}
-    place = {key: i for i, key in enumerate(scores)}
-    texts = [(s.reward, s.status, s.reason, dict(s.parts)) for s in scores.values()]
+    score_index = {key: i for i, key in enumerate(scores)}
+    score_texts = [(score.reward, score.status, score.reason, dict(score.parts)) for score in scores.values()]
     records = []
     for row in rows:
-        r, e = row.rollout, row.rollout.episode
-        of_episode = e and (e.turns, e.calls, e.malformed, place.get(id(e.score), -1), e.starts)
-        sizes = len(r.token_ids), 0 if r.routes is None else len(r.routes)
-        scored = row.group, row.reward, row.right, row.answer, place.get(id(row.score), -1)
-        records.append((sizes, scored, r.index, r.finish, r.spans, of_episode))
+        rollout, episode = row.rollout, row.rollout.episode
+        score = episode and score_index.get(id(episode.score), -1)
+        episode_record = episode and (episode.turns, episode.calls, episode.malformed, score, episode.starts)
+        sizes = len(rollout.token_ids), 0 if rollout.routes is None else len(rollout.routes)
+        score_record = row.group, row.reward, row.right, row.answer, score_index.get(id(row.score), -1)
+        records.append((sizes, score_record, rollout.index, rollout.finish, rollout.spans, episode_record))
     return {
-        "token_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *(r.token_ids for r in rollouts)]),
-        "log_probs": torch.cat([torch.zeros(0), *(r.log_probs for r in rollouts)]),
-        "sampled": torch.cat([torch.zeros(0, dtype=torch.bool), *(e.sampled for e in episodes)]),
+        "token_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *(rollout.token_ids for rollout in rollouts)]),
+        "log_probs": torch.cat([torch.zeros(0), *(rollout.log_probs for rollout in rollouts)]),
+        "sampled": torch.cat([torch.zeros(0, dtype=torch.bool), *(episode.sampled for episode in episodes)]),
         "json": torch.frombuffer(
-            bytearray(json.dumps([texts, records], default=operator.index).encode()), dtype=torch.uint8
+            bytearray(json.dumps([score_texts, records], default=operator.index).encode()), dtype=torch.uint8
         ),
         **({"routes": torch.cat(routes)} if routes else {}),
     }
@@ -242,22 +243,22 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
 
 def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     """Return the rollouts of rollouts_to_tensors, bit for bit. Their tensors are views."""
-    texts, records = json.loads(tensors["json"].numpy().tobytes())
-    scores = [*(ScoreResult(*each) for each in texts), None]  # index -1 selects None
+    score_texts, records = json.loads(tensors["json"].numpy().tobytes())
+    scores = [*(ScoreResult(*text) for text in score_texts), None]  # index -1 selects None
     lengths = [tokens for (tokens, _), *_ in records]
-    masks = iter(tensors["sampled"].split([tokens for (tokens, _), *_, of_episode in records if of_episode]))
-    of_routes = [size for (_, size), *_ in records if size]
-    routes = iter(tensors["routes"].split(of_routes) if of_routes else ())
+    masks = iter(tensors["sampled"].split([tokens for (tokens, _), *_, episode_record in records if episode_record]))
+    route_lengths = [size for (_, size), *_ in records if size]
+    routes = iter(tensors["routes"].split(route_lengths) if route_lengths else ())
     rows = []
     columns = zip(records, tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths), strict=True)
-    for ((_, size), scored, index, finish, spans, of_episode), ids, log_probs in columns:
+    for ((_, size), score_record, index, finish, spans, episode_record), ids, log_probs in columns:
         episode = None
-        if of_episode:
-            turns, calls, malformed, score, starts = of_episode
-            episode = Episode(next(masks), turns, calls, malformed, scores[score], tuple(starts))
-        own = next(routes) if size else None
-        rollout = Rollout(index, ids, log_probs, finish, tuple(map(tuple, spans)), episode, own)
-        group, reward, right, answer, score = scored
+        if episode_record:
+            turns, calls, malformed, episode_score, starts = episode_record
+            episode = Episode(next(masks), turns, calls, malformed, scores[episode_score], tuple(starts))
+        rollout_routes = next(routes) if size else None
+        rollout = Rollout(index, ids, log_probs, finish, tuple(map(tuple, spans)), episode, rollout_routes)
+        group, reward, right, answer, score = score_record
         rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, scores[score]))
     return rows
 

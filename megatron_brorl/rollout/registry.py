@@ -79,7 +79,7 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Return the batch sizes of CUDA graphs, up to `rows`. Padding to the next one adds at most 25% above 32 rows.
+    """Return the batch sizes of CUDA graphs, up to `rows`. Padding to the next size adds at most 25% above 32 rows.
 
     By default, TensorRT-LLM's sizes double above 128, so that 260 rows would be padded to 512, and vLLM's end at 512.
     """

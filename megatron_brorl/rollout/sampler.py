@@ -42,8 +42,8 @@ def make_groups(prompts: Sequence[Prompt], round: int | str, start: int = 0) -> 
     """
     occurrences: Counter[str] = Counter()
     groups = []
-    for place, prompt in enumerate(prompts):
-        groups.append(PromptGroup(prompt, round, place, occurrences[prompt.id], start))
+    for index, prompt in enumerate(prompts):
+        groups.append(PromptGroup(prompt, round, index, occurrences[prompt.id], start))
         occurrences[prompt.id] += 1
     return groups
 
@@ -57,11 +57,11 @@ def even_shares(total: int, loads: Sequence[int]) -> list[int]:
     filled = len(loads)  # number of least loaded parts that can be filled to one level
     while total + sum(loads[i] for i in by_load[:filled]) < filled * loads[by_load[filled - 1]]:
         filled -= 1
-    chosen = sorted(by_load[:filled])
-    level = total + sum(loads[i] for i in chosen)  # rows of all chosen parts
+    filled_parts = sorted(by_load[:filled])
+    level = total + sum(loads[i] for i in filled_parts)  # rows of these parts in total
     shares = [0] * len(loads)
-    for place, i in enumerate(chosen):
-        shares[i] = level * (place + 1) // filled - level * place // filled - loads[i]
+    for position, i in enumerate(filled_parts):
+        shares[i] = level * (position + 1) // filled - level * position // filled - loads[i]
     return shares
 
 
@@ -76,8 +76,8 @@ def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
         siblings = list(same)
 
         # The remainder goes to the parts with the most places left.
-        counts, rest = np.divmod(open_places * len(siblings), open_places.sum())
-        counts[np.argsort(-rest, kind="stable")[: len(siblings) - counts.sum()]] += 1
+        counts, remainders = np.divmod(open_places * len(siblings), open_places.sum())
+        counts[np.argsort(-remainders, kind="stable")[: len(siblings) - counts.sum()]] += 1
         open_places -= counts
 
         # Consecutive rollouts of a prompt share its computation in an engine.
@@ -124,8 +124,8 @@ def improbable_rollouts(requests: Sequence[Request], rollouts: Sequence[Sequence
     for request, siblings in zip(requests, rollouts, strict=True):
         for rollout in siblings:
             if float(rollout.log_probs.double().sum()) < -MIN_NATS:
-                who = hashlib.blake2b(request.prompt.id.encode(), digest_size=16).digest()
-                digest = hashlib.blake2b(who + rollout.token_ids.numpy().tobytes(), digest_size=8).digest()
+                prompt_hash = hashlib.blake2b(request.prompt.id.encode(), digest_size=16).digest()
+                digest = hashlib.blake2b(prompt_hash + rollout.token_ids.numpy().tobytes(), digest_size=8).digest()
                 hashes.append(int.from_bytes(digest, "little", signed=True))
                 names.append(f"prompt {request.prompt.id}: sibling {rollout.index}")
     return torch.tensor(hashes, dtype=torch.int64), names
@@ -136,7 +136,7 @@ class SharedSlots:
     """The unclaimed slots of one call. All ranks have the same parts."""
 
     counters: dist.Store
-    name: str  # that no other call uses
+    name: str  # a name that no other call uses
     parts: Sequence[Sequence[Slot]]  # the slots of each rank
     rank: int
 

@@ -1,9 +1,9 @@
 """Rollouts that alternate between the engine and a process: episodes of environments (turns) and runs of agents.
 
-Every turn of the model is one request to the engine. While a process works on a rollout, the engine decodes others, so
-no rollout waits for another one. When a turn of an episode ends, a process of the environment pool runs its tool calls.
-Then the rollout continues from its tokens and those of the observation. Random numbers are keyed by the position of a
-token in its rollout, so tokens depend neither on the batch nor on the time of a reply. Runs of agents are in agents/.
+Every turn of the model is one request to the engine. While a process works on a rollout, the engine decodes other
+rollouts. When a turn of an episode ends, a process of the environment pool runs its tool calls. Then the
+rollout continues from its tokens and the tokens of the observation. Random numbers are keyed by the position of a token
+in its rollout, so tokens depend neither on the batch nor on the time of a reply. Runs of agents are in agents/.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Running:
 
     request: int  # index among the caller's requests
     rollout: Rollout  # Its episode is not None.
-    number: int  # in the pool
+    number: int  # of its episode or run in the pool
     is_complete: bool = field(default=False, init=False)
 
     @property
@@ -65,7 +65,7 @@ class Interaction(GenerateCallbacks, Supply, Generic[R]):
 
     pool: EnvironmentPool
     name: str  # of the environment or agent, for messages
-    requests: list[Request]  # of the caller, then those of the supply
+    requests: list[Request]  # requests of the caller, then requests of the supply
     sampling: Sampling
     callbacks: GenerateCallbacks | None
     supply: Supply | None
@@ -80,7 +80,7 @@ class Interaction(GenerateCallbacks, Supply, Generic[R]):
         self.ready: deque[Any] = deque()  # turns for the engine
         self.events: SimpleQueue[tuple[R, Any]] = SimpleQueue()
         self._not_begun = deque(self._initial(0, requests))
-        self._lost: list[str] = []  # reasons
+        self._lost: list[str] = []  # the reasons why rollouts are lost
 
     def generate(self, engine: RolloutEngine) -> list[list[Rollout]]:
         """Return the rollouts of each request of the caller, by index."""
@@ -97,7 +97,7 @@ class Interaction(GenerateCallbacks, Supply, Generic[R]):
         results: list[list[Rollout]] = [[] for _ in self.requests]
         for running in self.rollouts:
             results[running.request].append(running.rollout)
-        return [sorted(rollouts, key=lambda r: r.index) for rollouts in results]
+        return [sorted(rollouts, key=lambda rollout: rollout.index) for rollouts in results]
 
     @abstractmethod
     def start(self, request: int, rollout: Rollout, number: int) -> R:
@@ -120,13 +120,13 @@ class Interaction(GenerateCallbacks, Supply, Generic[R]):
         self.receive()
         return self.callbacks is not None and self.callbacks.cancelled()
 
-    def begin(self, most: int) -> None:
-        """Start the processes of at most `most` further rollouts."""
-        if most > 0 and not self._not_begun and self.supply is not None:
-            new = self.supply.next_requests(most)
+    def begin(self, limit: int) -> None:
+        """Start the processes of at most `limit` further rollouts."""
+        if limit > 0 and not self._not_begun and self.supply is not None:
+            new = self.supply.next_requests(limit)
             self._not_begun.extend(self._initial(len(self.requests), new))
             self.requests += new
-        for _ in range(min(most, len(self._not_begun))):
+        for _ in range(min(limit, len(self._not_begun))):
             running = self.start(*self._not_begun.popleft(), next(_NUMBERS))
             self.rollouts.append(running)
             self.waiting.add(running)
@@ -134,7 +134,7 @@ class Interaction(GenerateCallbacks, Supply, Generic[R]):
     def receive(self, seconds: float = 0.0) -> None:
         """Handle the events that have arrived. Wait at most `seconds` for the first one."""
         with suppress(Empty):
-            item = self.events.get(bool(seconds), seconds)
+            item = self.events.get(block=bool(seconds), timeout=seconds)
             while True:
                 self.handle(*item)
                 item = self.events.get_nowait()
@@ -165,7 +165,7 @@ def in_thought(decode: Callable[[Sequence[int]], str], context: Sequence[int]) -
 
 @dataclass
 class ProcessEngine:
-    """A RolloutEngine whose rollouts alternate between `engine` and a process. Other methods are those of `engine`."""
+    """A RolloutEngine whose rollouts alternate between `engine` and a process. It passes other calls to `engine`."""
 
     engine: RolloutEngine
     pool: EnvironmentPool
@@ -199,8 +199,8 @@ class TurnEngine(ProcessEngine):
     """An engine whose rollouts are episodes of an environment. Their max_tokens include the tokens of observations."""
 
     config: EnvironmentConfig
-    decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
-    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it
+    decode: Callable[[Sequence[int]], str]  # tokens of a turn, without its stop token -> text
+    # (messages that answer a turn, whether the turn has a stop token) -> the tokens that follow the turn
     encode: Callable[[Sequence[dict[str, str]], bool], list[int]]
 
     def interaction(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> Interaction[Any] | None:
@@ -216,7 +216,7 @@ class _Episodes(Interaction[Running]):
         super().__init__(owner.pool, owner.config.factory, *call)
         self.owner = owner
         self._turns: list[Running] = []  # by index of the engine's request
-        self._resets = 0  # episodes among the waiting ones whose first turn has not begun
+        self._resets = 0  # waiting episodes whose first turn has not begun
 
     def next_requests(self, room: int) -> list[Request]:
         self.receive()
@@ -227,9 +227,9 @@ class _Episodes(Interaction[Running]):
         turns = []
         for running in ready:
             request, begun = self.requests[running.request], running.rollout
-            # Without tokens it is not a continued rollout, so that siblings start from the same state of their prompt.
-            rest = (begun,) if len(begun.token_ids) else ()
-            turns.append(Request(request.prompt, request.key, 1, begun.index, rest))
+            # A rollout without tokens is not a continued rollout, so siblings share the state of their prompt.
+            continued = (begun,) if len(begun.token_ids) else ()
+            turns.append(Request(request.prompt, request.key, n=1, first=begun.index, begun=continued))
         return turns
 
     def start(self, request: int, rollout: Rollout, number: int) -> Running:
@@ -241,11 +241,11 @@ class _Episodes(Interaction[Running]):
     def finished(self, request: int, rollout: Rollout) -> None:
         """Send the text of a turn to its environment."""
         running = self._turns[request]
-        before = running.episode
-        begin = len(before.sampled)
+        episode = running.episode
+        begin = len(episode.sampled)
         new = torch.ones(len(rollout.token_ids) - begin, dtype=torch.bool)
-        running.rollout = replace(rollout, episode=before)
-        running.update(sampled=torch.cat((before.sampled, new)), turns=before.turns + 1)
+        running.rollout = replace(rollout, episode=episode)
+        running.update(sampled=torch.cat((episode.sampled, new)), turns=episode.turns + 1)
         ids = rollout.token_ids[begin:].tolist()
         if ids[-1] in self.sampling.stop_ids:
             ids.pop()
@@ -263,17 +263,17 @@ class _Episodes(Interaction[Running]):
 
     def handle(self, running: Running, event: Reply) -> None:
         self.waiting.remove(running)
-        begins = not running.episode.turns
-        self._resets -= begins
+        is_reset = not running.episode.turns
+        self._resets -= is_reset
         calls, malformed = running.episode.calls + event.calls, running.episode.malformed + event.malformed
         running.update(calls=calls, malformed=malformed, score=event.score)
-        if event.lost or (begins and event.done):
+        if event.lost or (is_reset and event.done):
             self._lose(running, event.lost or (event.score.reason if event.score else "no score"))
         elif event.done:
             self.complete(running)
         else:
             # A turn that ends with a stop string lacks the stop token.
-            after_stop = begins or int(running.rollout.token_ids[-1]) in self.sampling.stop_ids
+            after_stop = is_reset or int(running.rollout.token_ids[-1]) in self.sampling.stop_ids
             self._continue(running, self.owner.encode(event.messages, after_stop) if event.messages else [])
 
     def _continue(self, running: Running, ids: Sequence[int]) -> None:

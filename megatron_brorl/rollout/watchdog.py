@@ -76,7 +76,7 @@ class Watchdog:
 
         call = _Call(list(requests), sampling, finished, supply, renew_limit)
         if not requests and not supply:
-            return call.result(0)
+            return call.result(late=0)
         if not self._thread.is_alive():
             self._thread.start()
         self._calls.put(call)
@@ -121,12 +121,11 @@ class Watchdog:
         places = [f"{n} of prompt {r.prompt.id}" for r, n in zip(requests, missing, strict=True) if n]
         if len(places) > _MAX_LOGGED:
             places[_MAX_LOGGED:] = [f"and {len(places) - _MAX_LOGGED} more"]
-        text = (
+        print_error(
             f"rank {self.rank}: {sum(missing)} of {sum(r.n for r in requests)} rollouts are unfinished after "
             f"{seconds:g} s{' without progress' if call.renew_limit else ''} (rollout.timeout_s = {self.timeout_s:g}), "
             f"{action}: {'; '.join(places)}"
         )
-        print_error(text)
         return sum(missing)
 
 
@@ -199,7 +198,7 @@ class _Call:
         self.done.set()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether generate returns in `seconds`. With renew_limit, they start again if a rollout finishes."""
+        """Return whether generate returns in `seconds`. With renew_limit, a finished rollout restarts the time."""
         while True:
             finished = self._finished_rollouts()
             if self.done.wait(seconds):

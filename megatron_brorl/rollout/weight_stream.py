@@ -1,4 +1,4 @@
-"""The stream of a weight update in the trainer: check all of it before any tensor is used."""
+"""The stream of a weight update in the trainer. The whole stream is checked before any tensor is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def receive(tensors: NamedTensors, names: Shapes, device: torch.device, dtype: t
     Copies of ChecksummedTensor pairs are compared with their checksums. Raises UpdateRefused as receive_each.
     """
     staged: dict[str, Tensor] = {}
-    sums: list[tuple[str, Tensor, Tensor]] = []  # name, expected checksum, and that of the copy
+    sums: list[tuple[str, Tensor, Tensor]] = []  # name, expected checksum, checksum of the copy
 
     def store(name: str, tensor: Tensor, expected: Tensor | None) -> None:
         # The tensor is always copied, because the stream's tensors are views of reused buffers. The expected checksum

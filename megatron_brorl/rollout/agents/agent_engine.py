@@ -35,7 +35,7 @@ GRACE_S = 10.0  # seconds after agent.max_seconds until the process of a functio
 class AgentEngine(ProcessEngine):
     """An engine whose rollouts are runs of an agent. Their Episode has the starts of their sequences.
 
-    A rollout whose agent made no call is returned as "cut", too. Unfinished ones are not returned.
+    A rollout whose agent made no call is returned as "cut", too. Unfinished rollouts are not returned.
     """
 
     chat: Chat
@@ -73,7 +73,7 @@ class _Agent(Running):
     key: str  # API key
     endpoint: Endpoint
     withdrawn: threading.Event = field(default_factory=threading.Event)
-    calls: list[Call] = field(default_factory=list)  # that have arrived
+    calls: list[Call] = field(default_factory=list)  # the calls that have arrived
 
 
 class _Agents(Interaction[_Agent]):
@@ -96,7 +96,7 @@ class _Agents(Interaction[_Agent]):
             row_id = self.requests[agent.request].prompt.id
             prompt = Prompt(row_id, text="", token_ids=tuple(call.prompt_ids), answer=None, verifier="none")
             limits = {"max_tokens": call.limit, "stop_strings": call.stop, "withdrawn": agent.withdrawn}
-            requests.append(Request(prompt, call.key, 1, **limits))
+            requests.append(Request(prompt, call.key, n=1, **limits))
         return requests
 
     def start(self, request: int, rollout: Rollout, number: int) -> _Agent:
@@ -111,8 +111,8 @@ class _Agents(Interaction[_Agent]):
         endpoint = Endpoint(sequences, self.sampling, put)
         agent = _Agent(request, rollout, number, secrets.token_hex(16), endpoint)
         server.endpoints[agent.key] = endpoint
-        where = server.url, agent.key, MODEL
-        self.pool.run(number, prompt_request.prompt.row(), *where, chat.config.max_seconds, reply=put)
+        connection = server.url, agent.key, MODEL
+        self.pool.run(number, prompt_request.prompt.row(), *connection, chat.config.max_seconds, reply=put)
         return agent
 
     def finished(self, request: int, rollout: Rollout) -> None:

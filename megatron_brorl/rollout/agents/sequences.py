@@ -73,21 +73,21 @@ class Sequences:
         """Add a call and return it with its prompt. Raises UserError if the chat template refuses the messages."""
         candidates = [call for call in self.calls if call.reply and _continues(call, messages, tools)]
         earlier = max(candidates, key=lambda call: len(call.messages), default=None)
-        before = [*earlier.prompt_ids, *earlier.ids.tolist()] if earlier else []
+        earlier_ids = [*earlier.prompt_ids, *earlier.ids.tolist()] if earlier else []
         if earlier and self.chat.config.history == "keep":
-            ids = before + self.chat.proceed(messages[len(earlier.messages) + 1 :], tools, earlier.stopped)
+            ids = earlier_ids + self.chat.proceed(messages[len(earlier.messages) + 1 :], tools, earlier.stopped)
         else:
             ids = self.chat.render(messages, tools)
-            earlier = earlier if ids[: len(before)] == before else None
-        again = sum(call.prompt_ids == ids for call in self.calls)
-        call = Call(messages, tools, ids, earlier, stream_key(self.key, again, *ids))
+            earlier = earlier if ids[: len(earlier_ids)] == earlier_ids else None
+        repeats = sum(call.prompt_ids == ids for call in self.calls)
+        call = Call(messages, tools, ids, earlier, stream_key(self.key, repeats, *ids))
         self.calls.append(call)
         return call
 
     def rows(self) -> list[list[Call]]:
         """Return the calls of each sequence in order, without completions that the agent has not received.
 
-        The second of two calls that continue the same one begins a sequence, in which earlier completions are a part
+        If two calls continue the same call, the second begins a sequence, in which earlier completions are a part
         of the prompt. The order depends on the tokens, not on the time at which calls arrive.
         """
         rows: list[list[Call]] = []
@@ -126,7 +126,7 @@ def canonical(message: Mapping[str, Any]) -> Message:
     """Return a message with the fields that a chat template reads. Null, empty and absent are the same.
 
     The parts of a content are joined, and the arguments of tool calls are parsed. Raises ValueError for a message that
-    is not one of text.
+    is not text.
     """
     role = message.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
@@ -156,7 +156,7 @@ def _canonical_call(call: Any) -> dict[str, Any]:
 
 
 def _continues(call: Call, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
-    """Return whether the messages begin with those of a call and its reply, and add none of the assistant."""
+    """Return whether the messages begin with those of a call and its reply, and add no message of the assistant."""
     count = len(call.messages) + 1
     begins = call.tools == tools and messages[:count] == [*call.messages, call.reply]
     return begins and all(message["role"] != "assistant" for message in messages[count:])

@@ -56,7 +56,7 @@ def _canonical(messages: list[Any]) -> list[Message]:
 
 
 class ChatRequest(BaseModel, extra="forbid", strict=True):
-    """The fields of a request that are supported, with those values that are."""
+    """The fields of a request that are supported, with the values that are supported."""
 
     messages: Annotated[list[Any], AfterValidator(_canonical)]
     tools: list[Annotated[dict[Literal["type", "function"], Any], Field(min_length=2)]] = []
@@ -96,9 +96,9 @@ def read_reply(text: str, call: Call, format: Format, in_thought: bool) -> Messa
     The text before the first tool call is its content. A text with a malformed call is content as a whole.
     """
     tool_calls = find_calls(text, format, in_thought) if call.tools else []
-    if not tool_calls or any(each.error for each in tool_calls):
+    if not tool_calls or any(tool_call.error for tool_call in tool_calls):
         return {"role": "assistant", "content": text}
-    functions = [{"name": each.name, "arguments": _arguments(each, call.tools)} for each in tool_calls]
+    functions = [{"name": tool_call.name, "arguments": _arguments(tool_call, call.tools)} for tool_call in tool_calls]
     calls = [{"id": f"call_{call.key:016x}_{i}", "type": "function", "function": f} for i, f in enumerate(functions)]
     return {"role": "assistant", "content": text[: tool_calls[0].begin].strip(), "tool_calls": calls}
 
@@ -191,7 +191,7 @@ class Endpoint:
         chat, calls = self.sequences.chat, self.sequences.calls
         tools = request.tools if request.tool_choice == "auto" else []
         if tools and chat.format is None:
-            raise BadRequest("tools: the chat template of the model does not read tools", "tools")
+            raise BadRequest("tools: the chat template of the model does not read tools", field="tools")
         if len(calls) >= chat.config.max_calls:
             raise BadRequest(f"agent.max_calls = {chat.config.max_calls} is reached", code="max_calls")
         requested = request.model_dump(include=set(self.used), exclude_none=True)
@@ -200,7 +200,7 @@ class Endpoint:
         try:
             call = self.sequences.begin(request.messages, tools)
         except UserError as e:
-            raise BadRequest(str(e), "messages") from None
+            raise BadRequest(str(e), field="messages") from None
         try:
             call.limit = self._limit(call, request)
         except BadRequest:
@@ -220,11 +220,11 @@ class Endpoint:
 
     def _limit(self, call: Call, request: ChatRequest) -> int:
         """Return how many tokens a call may sample. Raises BadRequest if it may sample none."""
-        chat, most = self.sequences.chat, self.sampling.max_tokens
+        chat, run_limit = self.sequences.chat, self.sampling.max_tokens
         if len(call.prompt_ids) > chat.prompt_tokens:
             text = f"the messages have {len(call.prompt_ids)} tokens, more than {chat.prompt_tokens}"
-            raise BadRequest(f"{text}, which leave room for a reply", "messages", code="context_length_exceeded")
-        limit = min(most, request.max_completion_tokens or request.max_tokens or most)
+            raise BadRequest(f"{text}, which leave room for a reply", field="messages", code="context_length_exceeded")
+        limit = min(run_limit, request.max_completion_tokens or request.max_tokens or run_limit)
         if chat.config.max_tokens:
             limit = min(limit, chat.config.max_tokens - sum(len(c.ids) for c in self.sequences.calls))
             if limit <= 0:
@@ -235,8 +235,8 @@ class Endpoint:
         """Return the text of a completion without its stop token or stop string."""
         text = self.sequences.chat.decode(call.ids[: len(call.ids) - call.stopped].tolist())
         if call.finish == "stop" and not call.stopped:
-            places = [text.find(stop) for stop in (*call.stop, *self.sampling.stop_strings) if stop in text]
-            text = text[: min(places, default=len(text))]
+            positions = [text.find(stop) for stop in (*call.stop, *self.sampling.stop_strings) if stop in text]
+            text = text[: min(positions, default=len(text))]
         return text
 
 
@@ -276,15 +276,15 @@ def _app(endpoints: dict[str, Endpoint]) -> Any:
         endpoint = endpoints.get(request.headers.get("authorization", "").removeprefix("Bearer "))
         if endpoint is None:
             error = {"message": "the key is unknown, or its rollout has ended", "code": "invalid_api_key"}
-            return JSONResponse({"error": error}, 401, _NO_RETRY)
+            return JSONResponse({"error": error}, status_code=401, headers=_NO_RETRY)
         body = await request.body()
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             call, parameters = await endpoint.chat(body, is_retry)
         except asyncio.CancelledError:  # by AgentServer.close
-            return JSONResponse({"error": {"message": "the run has ended"}}, 503, _NO_RETRY)
+            return JSONResponse({"error": {"message": "the run has ended"}}, status_code=503, headers=_NO_RETRY)
         except BadRequest as e:
-            return JSONResponse(e.body, 400, _NO_RETRY)
+            return JSONResponse(e.body, status_code=400, headers=_NO_RETRY)
         # A client that has gone may ask again. Without a retry, the call is not trained on.
         call.delivered = call.delivered or not await request.is_disconnected()
         texts = [endpoint.sequences.chat.decode([i]) for i in call.ids.tolist()] if parameters.logprobs else []

@@ -53,7 +53,7 @@ class Linear:
             return self.product(x, self.weight)
         if not self.packed:
             return linear(x, self.weight, self.bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # no activation
         return product
 
 
@@ -150,7 +150,7 @@ class Decoder:
         def mlp(gate_up: Parameter, down: Parameter, expert: int | None = None) -> _Mlp:
             return _Mlp(Linear(get(gate_up, expert)), Linear(get(down, expert)))
 
-        # Only some families have these.
+        # Only some families have these parameters.
         bias = find(dense.QKV_BIAS)
         q_norm = find(dense.Q_NORM)
         k_norm = find(dense.K_NORM)
@@ -223,7 +223,7 @@ class Decoder:
         by_expert, order = chosen.flatten().sort(stable=True)
         inputs = x[order // chosen.shape[1]]
         if isinstance(layer.experts, tuple):
-            gate_up, down = (w.transpose(1, 2) for w in layer.experts)
+            gate_up, down = (weight.transpose(1, 2) for weight in layer.experts)
             ends = torch.searchsorted(by_expert, torch.arange(len(gate_up), device=x.device), right=True).int()
             sorted_out = grouped_mm(self._activate(grouped_mm(inputs, gate_up, offs=ends)), down, offs=ends)
         else:
@@ -272,41 +272,41 @@ class Decoder:
             local_rows = replace(rows, cos=cos, sin=sin)
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
-            where = local_rows if layer.local else rows
-            return self.ops.attend(qkv, layer.head_norms, pool.keys[i], pool.values[i], where, self.scale)
+            layer_rows = local_rows if layer.local else rows
+            return self.ops.attend(qkv, layer.head_norms, pool.keys[i], pool.values[i], layer_rows, self.scale)
 
         hidden, routes = self._layers_forward(self._embed(ids), attend)
         if routes is not None:
-            place = rows.lengths - 1
-            page = rows.tables.gather(1, (place // pool.page).unsqueeze(1)).squeeze(1).long()
-            pool.routes[page, place % pool.page] = routes.to(pool.routes.dtype)
+            response_index = rows.lengths - 1
+            page = rows.tables.gather(1, (response_index // pool.page).unsqueeze(1)).squeeze(1).long()
+            pool.routes[page, response_index % pool.page] = routes.to(pool.routes.dtype)
         return hidden
 
     def prefill(self, pool: PagePool, chunks: Sequence[PrefillChunk]) -> Tensor:
         """Compute chunks with equally many tokens before each; return the hidden states [chunks, H] at their ends."""
         shape = self.shape
-        before = to_device(torch.stack([p.before for p in chunks]).long(), self.device)  # [chunks, n]
+        before = to_device(torch.stack([chunk.before for chunk in chunks]).long(), self.device)  # [chunks, n]
         offset = chunks[0].offset
 
         # Batch the chunks, padded on the right.
-        lengths = torch.tensor([len(p.ids) for p in chunks])
-        ids = to_device(pad_sequence([torch.tensor(p.ids) for p in chunks], batch_first=True), self.device)
+        lengths = torch.tensor([len(chunk.ids) for chunk in chunks])
+        ids = to_device(pad_sequence([torch.tensor(chunk.ids) for chunk in chunks], batch_first=True), self.device)
         batch, width = ids.shape
 
         # The tokens that are stored: their indices in the batch, their pages, and their slots in these.
-        counts = [len(p.ids) - p.store_from for p in chunks]
-        place = torch.cat([torch.arange(n) for n in counts])
-        first = torch.tensor([i * width + p.store_from for i, p in enumerate(chunks)])
-        stored = place + first.repeat_interleave(torch.tensor(counts))
+        counts = [len(chunk.ids) - chunk.store_from for chunk in chunks]
+        token_index = torch.cat([torch.arange(n) for n in counts])
+        first = torch.tensor([i * width + chunk.store_from for i, chunk in enumerate(chunks)])
+        stored = token_index + first.repeat_interleave(torch.tensor(counts))
         page = torch.cat([p.pages.long().repeat_interleave(pool.page)[:n] for p, n in zip(chunks, counts, strict=True)])
-        stored, page, slot = to_device(torch.stack((stored, page, place % pool.page)), self.device)
+        stored, page, slot = to_device(torch.stack((stored, page, token_index % pool.page)), self.device)
 
         # Every chunk starts at the same position, so all share one table of angles.
-        places = torch.arange(offset, offset + width, device=self.device)
-        whole = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(places)]
-        local = whole
+        positions = torch.arange(offset, offset + width, device=self.device)
+        cos_sin = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(positions)]
+        local_cos_sin = cos_sin
         if shape.local_layers:
-            local = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(places, local=True)]
+            local_cos_sin = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(positions, local=True)]
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
             # [B, heads, tokens, d], normed and rotated as in training.
@@ -318,7 +318,7 @@ class Decoder:
                 k = rms_norm(k, (shape.head_dim,), norms.k.to(k.dtype), norms.eps)
 
             # Keys are stored after rotation.
-            cos, sin = local if layer.local else whole
+            cos, sin = local_cos_sin if layer.local else cos_sin
             q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
 
             pool.store(i, page, slot, *(x.transpose(1, 2).flatten(0, 1)[stored] for x in (k, v)))
@@ -351,9 +351,9 @@ def _prefix_attention(q: Tensor, k: Tensor, v: Tensor, offset: int, scale: float
     """
     parts = []
     for begin in range(0, q.shape[2], QUERIES):
-        some = q[:, :, begin : begin + QUERIES]
-        visible = offset + begin + some.shape[2]
-        mask = torch.ones(some.shape[2], visible, dtype=torch.bool, device=q.device).tril(offset + begin)
-        of_keys = k[:, :, :visible], v[:, :, :visible]
-        parts.append(scaled_dot_product_attention(some, *of_keys, mask, scale=scale, enable_gqa=True))
+        queries = q[:, :, begin : begin + QUERIES]
+        visible = offset + begin + queries.shape[2]
+        mask = torch.ones(queries.shape[2], visible, dtype=torch.bool, device=q.device).tril(offset + begin)
+        visible_kv = k[:, :, :visible], v[:, :, :visible]
+        parts.append(scaled_dot_product_attention(queries, *visible_kv, mask, scale=scale, enable_gqa=True))
     return torch.cat(parts, dim=2)

@@ -70,15 +70,15 @@ class PagePool:
     def __post_init__(self) -> None:
         shape, dtype, device, pages = self.shape, self.dtype, self.device, self.size
         width = pages_for(shape.head_dim) * PAGE
-        keys, values = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
+        key_shape, value_shape = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
         if self.contiguous:
-            keys = values = (self.page, shape.kv_heads, shape.head_dim)
+            key_shape = value_shape = (self.page, shape.kv_heads, shape.head_dim)
             pages += 1  # for the rows that only pad a batch
-        self.keys = [_empty((pages, *keys), dtype, device) for _ in range(shape.layers)]
-        self.values = [_empty((pages, *values), dtype, device) for _ in range(shape.layers)]
+        self.keys = [_empty((pages, *key_shape), dtype, device) for _ in range(shape.layers)]
+        self.values = [_empty((pages, *value_shape), dtype, device) for _ in range(shape.layers)]
         # The experts of each token of a page in every layer; empty for a model without experts.
-        routes = pages, self.page, shape.layers, shape.chosen_experts
-        self.routes = _empty(routes, empty_routes(shape).dtype, device)
+        routes_shape = pages, self.page, shape.layers, shape.chosen_experts
+        self.routes = _empty(routes_shape, empty_routes(shape).dtype, device)
         self.reset()
 
     def pages_for(self, tokens: int) -> int:
@@ -109,7 +109,7 @@ class PagePool:
         # The page released last is allocated first, because its memory is already in use.
         self._free = torch.arange(self.size - 1, -1, -1, dtype=torch.int32)
         self.free = self.size
-        # Decoding steps since the reset, and the maximum and sum over them of the pages in use.
+        # Decoding steps since the reset. Pages in use: the maximum and the sum over these steps.
         self.steps = self.max_used = self.used_sum = 0
         # Prompt tokens of the rows started since the reset, and how many of them were already in the cache.
         self.prompt_tokens = self.cached_prompt_tokens = 0
@@ -144,7 +144,7 @@ class _Block:
     key: _Key
     number: int
     pages: Tensor  # [pages of a block] int32
-    prompts: int = 0  # number of prompts in memory that contain it
+    prompts: int = 0  # number of prompts in memory that contain the block
 
 
 class PrefixCache:
@@ -159,13 +159,13 @@ class PrefixCache:
         self._last_number = 0
 
     def pages_needed(self, prompt: Sequence[int]) -> int:
-        """Return the number of pages to allocate for a prompt, without those that it shares."""
+        """Return the number of pages to allocate for a prompt, without the pages that it shares."""
         return self._pool.pages_for(len(prompt)) - self._pages_per_block * len(self._cached_blocks(prompt))
 
     def add(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
         """Add a prompt. Return its pages [n] int32, and how many of its tokens are already computed.
 
-        The last token is never among them, because the first response token is sampled from its hidden state.
+        The last token is never already computed, because the first response token is sampled from its hidden state.
         """
         cached = self._cached_blocks(prompt)
         # The caller computes the other blocks of this prompt; later prompts find them.
@@ -224,7 +224,7 @@ def spare_memory(device: torch.device) -> int:
 def host_memory(ranks: int) -> tuple[int, int, str]:
     """Return the memory of this node in bytes for `ranks` processes like this one: total, free, and what limits it.
 
-    That is the memory of the machine, of a cgroup of version 1 or 2 (docker, Slurm, systemd), or of `ulimit -v`.
+    The limit is the memory of the machine, of a cgroup of version 1 or 2 (docker, Slurm, systemd), or of `ulimit -v`.
     """
     memory = psutil.virtual_memory()
     limits = [(memory.total, memory.available, "")]
@@ -232,14 +232,14 @@ def host_memory(ranks: int) -> tuple[int, int, str]:
         _, kind, path = line.split(":", 2)
         names = ("limit_in_bytes", "usage_in_bytes") if kind else ("max", "current")
         folder = CGROUPS / kind / path.lstrip("/")
-        for at in (folder, *folder.parents):
+        for ancestor in (folder, *folder.parents):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                limit, usage = (int((at / f"memory.{name}").read_text()) for name in names)
-                cached = re.findall(r"inactive_file (\d+)", (at / "memory.stat").read_text())[-1]
-                limits.append((limit, max(0, limit - usage + int(cached)), f"{at}/memory.{names[0]}"))
-    own, size = psutil.Process().memory_info(), resource.getrlimit(resource.RLIMIT_AS)[0]
-    if size != resource.RLIM_INFINITY:
-        free = max(0, size - own.vms) * ranks
-        limits.append((free + own.rss * ranks, free, f"ulimit -v {size // 1024}"))
+                limit, usage = (int((ancestor / f"memory.{name}").read_text()) for name in names)
+                cached = re.findall(r"inactive_file (\d+)", (ancestor / "memory.stat").read_text())[-1]
+                limits.append((limit, max(0, limit - usage + int(cached)), f"{ancestor}/memory.{names[0]}"))
+    process_memory, address_space = psutil.Process().memory_info(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        free = max(0, address_space - process_memory.vms) * ranks
+        limits.append((free + process_memory.rss * ranks, free, f"ulimit -v {address_space // 1024}"))
     total, _, reason = min(limits)
     return total, min(free for _, free, _ in limits), reason

@@ -59,7 +59,7 @@ class Scheduler:
         slots = min(self.max_rows, len(self.queue) + (supply.rows if supply else 0))
         self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
-        self.slot_rollout: list[QueuedRollout | None] = [None] * slots  # as it was when it entered the slot
+        self.slot_rollout: list[QueuedRollout | None] = [None] * slots  # the rollout as it entered the slot
         self.slot_request, self.slot_prompt, self.slot_rollout_index = torch.zeros(3, slots, dtype=torch.int64)
         self.slot_key, self.slot_length, self.slot_limit = torch.zeros(3, slots, dtype=torch.int64)
         self.slot_turn = torch.zeros(slots, dtype=torch.int64)  # start of the text in which stop strings are searched
@@ -119,7 +119,7 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         slot_hidden: dict[int, Tensor] = {}
         outputs: list[tuple[dict[int, Tensor], int]] = []  # dict and key that receive the hidden state of each chunk
-        # Start rollouts in order, so that short prompts do not starve a long one.
+        # Start rollouts in order, so that short prompts do not starve a long prompt.
         while self.queue and self.free_slots and self._fits(self.queue[0], len(slots)):
             queued = self.queue.popleft()
             prompt = self.request_prompt[queued.request]
@@ -130,15 +130,15 @@ class Scheduler:
                 self.prompt_pages[prompt, : len(pages)] = pages
                 self.prompt_lengths[prompt] = len(prompt_tokens)
                 first = cached // self.pool.page
-                new = prompt_tokens[cached:]
-                chunks.append(PrefillChunk(new, store_from=0, pages=pages[first:], offset=cached, before=pages[:first]))
+                ids = prompt_tokens[cached:]
+                chunks.append(PrefillChunk(ids, store_from=0, pages=pages[first:], offset=cached, before=pages[:first]))
                 outputs.append((self.prompt_hidden, prompt))
 
             slot = self._assign_slot(queued)
             response = queued.so_far.token_ids.tolist()
             # A continued rollout has response tokens. Its chunk starts with the block that contains the prompt's last
             # token and attends to the blocks before it. Only the keys and values of the response are stored.
-            # The prompt's tokens after the first `reused` ones are computed again, so they do not count as cached.
+            # The prompt's tokens after the first `reused` tokens are computed again, so they do not count as cached.
             if response:
                 reused = (len(prompt_tokens) - 1) // BLOCK * BLOCK
                 cached = min(cached, reused)
@@ -179,10 +179,10 @@ class Scheduler:
             needed += self.prefixes.pages_needed(self.prompts[prompt])
         # Reserve a free page per row, so that admission does not trigger an eviction. A single row needs no reserve,
         # because the pool can hold any one row. With contiguous pages, a row gets all of its memory when it starts.
-        others = len(self.active) + started
-        if not others and self.pool.free < needed:
+        other_rows = len(self.active) + started
+        if not other_rows and self.pool.free < needed:
             self._remove_idle_prompts(prompt)
-        return not others or self.pool.free >= needed + (0 if self.pool.contiguous else 1 + others)
+        return not other_rows or self.pool.free >= needed + (0 if self.pool.contiguous else 1 + other_rows)
 
     def _first_pages(self, queued: QueuedRollout) -> int:
         """Return how many pages a rollout gets when it starts."""
@@ -228,13 +228,13 @@ class Scheduler:
         return results
 
     def withdrawn(self) -> Tensor:
-        """Drop the queued rollouts of withdrawn requests. Return which active rows belong to one, [B] bool."""
-        gone = {i for i in self.withdrawable if (event := self.requests[i].withdrawn) and event.is_set()}
-        self.withdrawable -= gone
-        for queued in [queued for queued in self.queue if queued.request in gone]:
+        """Drop the queued rollouts of withdrawn requests. Return which active rows are withdrawn, [B] bool."""
+        withdrawn = {i for i in self.withdrawable if (event := self.requests[i].withdrawn) and event.is_set()}
+        self.withdrawable -= withdrawn
+        for queued in [queued for queued in self.queue if queued.request in withdrawn]:
             self.queue.remove(queued)
             self.prompt_unfinished[self.request_prompt[queued.request]] -= 1
-        return torch.isin(self.slot_request[self.active], torch.tensor(sorted(gone), dtype=torch.int64))
+        return torch.isin(self.slot_request[self.active], torch.tensor(sorted(withdrawn), dtype=torch.int64))
 
     def unfinished(self) -> list[tuple[int, Rollout]]:
         """Return the active rollouts as "cut", then the queued ones unchanged, as (request, rollout)."""
@@ -292,9 +292,9 @@ class Scheduler:
         routes = None
         if self.sampling.routes and end:
             prompt = self.slot_prompt[slot]
-            of_prompt = self.pool.routes_of(self.prompt_pages[prompt], int(self.prompt_lengths[prompt]))
+            prompt_routes = self.pool.routes_of(self.prompt_pages[prompt], int(self.prompt_lengths[prompt]))
             # The newest token may not have passed through the model yet.
-            routes = torch.cat((of_prompt, self.pool.routes_of(self.slot_pages[slot], end - 1)))
+            routes = torch.cat((prompt_routes, self.pool.routes_of(self.slot_pages[slot], end - 1)))
         return Rollout(before.index, ids, log_probs, finish, spans, before.episode, routes)
 
     def _release(self, slot: int) -> None:
@@ -320,8 +320,8 @@ class Scheduler:
 def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[QueuedRollout]:
     for i, request in enumerate(requests, start=first):
         for so_far in request.rollouts():
-            most = min(sampling.new_tokens, request.max_tokens or sampling.max_tokens)
-            limit = min(len(so_far.token_ids) + most, sampling.max_tokens)
+            new_tokens = min(sampling.new_tokens, request.max_tokens or sampling.max_tokens)
+            limit = min(len(so_far.token_ids) + new_tokens, sampling.max_tokens)
             yield QueuedRollout(i, so_far, limit)
 
 

@@ -33,8 +33,8 @@ from megatron_brorl.types import FinishReason, Rollout
 
 SAMPLED_ROWS = 128  # rows sampled at a time on a CPU, so that their logits stay in its cache
 SAMPLED_LOGITS = 1 << 28  # logits sampled at a time on a GPU
-FEW_TOKENS = 16  # tokens of a call from which on CUDA graphs are worth recording
-# Numbers of rows of the graphs, as fractions of the maximum. Other numbers are padded to the next one.
+FEW_TOKENS = 16  # a call with fewer tokens records no CUDA graphs, because that takes longer than it saves
+# Numbers of rows of the graphs, as fractions of the maximum. Other numbers are padded to the next larger number.
 FRACTIONS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256)
 
 
@@ -47,7 +47,7 @@ class TorchEngine:
     device: torch.device
     dtype: torch.dtype
     max_rows: int  # rollouts decoded at a time
-    sample: SampleTokens  # as the next, the op of config key ops.implementation
+    sample: SampleTokens  # sample and ops: the implementation of config key ops.implementation
     ops: DecodeOps | None = None
     memory: int = 0  # bytes for keys and values; 0 = half of the free memory
     decode: Callable[[Sequence[int]], str] | None = None  # tokens -> text, for stop strings
@@ -139,7 +139,6 @@ class TorchEngine:
         request_more()
         hidden = scheduler.admit()
         while not (callbacks and callbacks.cancelled()):
-            # Without active rows, wait for the supply.
             if not len(scheduler.active):
                 if not (supply and supply.has_more()):
                     break
@@ -172,7 +171,7 @@ class TorchEngine:
 
         # Rollouts are unfinished here only if the call was cancelled.
         deliver(scheduler.unfinished())
-        return [sorted(rollouts, key=lambda x: x.index) for rollouts in results]
+        return [sorted(rollouts, key=lambda rollout: rollout.index) for rollouts in results]
 
     def _step(self, scheduler: Scheduler, rows: Tensor, ids: Tensor, sampling: Sampling) -> Tensor:
         """Feed the newest tokens ids [B] of the given rows (slots) and return the hidden states [B, H]."""
@@ -193,7 +192,7 @@ class TorchEngine:
     ) -> tuple[list[tuple[int, Rollout]], Tensor]:
         """Append the sampled token of every row. Return the rollouts that ended, and which rows remain [B] bool."""
         active = scheduler.active
-        if bool(log_probs.isnan().any()):  # only the fused sampler raises this itself
+        if bool(log_probs.isnan().any()):  # The fused sampler raises this error itself.
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
 
         scheduler.append(new, log_probs)
@@ -219,11 +218,11 @@ class TorchEngine:
         state = scheduler.slot_tokens, scheduler.slot_length, scheduler.slot_turn
         if not scheduler.has_strings:
             return stops.hit(new, active, *state)
-        own = [scheduler.requests[r].stop_strings for r in scheduler.slot_request[active].tolist()]
+        row_strings = [scheduler.requests[r].stop_strings for r in scheduler.slot_request[active].tolist()]
         stopped = torch.zeros_like(active, dtype=torch.bool)
-        for strings in set(own):
+        for strings in set(row_strings):
             criteria = stops.with_strings(strings)
-            rows = torch.tensor([each == strings for each in own])
+            rows = torch.tensor([own_strings == strings for own_strings in row_strings])
             stopped[rows] = criteria.hit(new[rows], active[rows], *state)
         return stopped
 
@@ -240,8 +239,8 @@ class TorchEngine:
         rows = SAMPLED_ROWS if self.device.type == "cpu" else max(1, SAMPLED_LOGITS // self.shape.vocab)
         columns = (hidden, *to_device(torch.stack(stream), self.device))
         parts = zip(*(x.split(rows) for x in columns), strict=True)
-        drawn = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
-        ids, log_probs = (torch.cat(x) for x in zip(*drawn, strict=True))
+        sampled = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
+        ids, log_probs = (torch.cat(x) for x in zip(*sampled, strict=True))
         return ids, log_probs
 
     def _pages(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> PagePool:
@@ -249,7 +248,6 @@ class TorchEngine:
 
         Reuses a pool of suitable size. Raises UserError if the longest prompt and one full response do not fit.
         """
-        # The pool holds all prompts and a full response for each row that is decoded at a time.
         lengths = [len(r.prompt.token_ids) for r in requests]
         rows = sum(r.n for r in requests)
         if supply:  # assume that every row of the supply has a prompt of its own
@@ -257,9 +255,9 @@ class TorchEngine:
             rows += supply.rows
         contiguous = self._ops.contiguous
         page = -(-max([sampling.max_tokens, *lengths]) // BLOCK) * BLOCK if contiguous else PAGE
-        own = pages_for(sampling.max_tokens, page)
-        prompts = [pages_for(n, page) for n in lengths]
-        needed = sum(prompts) + own * min(self.max_rows, rows)
+        response_pages = pages_for(sampling.max_tokens, page)
+        prompt_pages = [pages_for(n, page) for n in lengths]
+        needed = sum(prompt_pages) + response_pages * min(self.max_rows, rows)
 
         # Replace a pool that is much too large, too.
         pool = self._pool
@@ -267,15 +265,15 @@ class TorchEngine:
             pool = self._pool = self._graphs = None  # frees its memory first
             size = page_bytes(self.shape, self.dtype, page, contiguous)
             # With fewer pages, the row with the longest prompt could not reach max_tokens.
-            least = max(prompts, default=0) + own
-            fitting = (self.memory or spare_memory(self.device)) // size - contiguous  # pages of all layers
-            if fitting < least:
+            min_pages = max(prompt_pages, default=0) + response_pages
+            room = (self.memory or spare_memory(self.device)) // size - contiguous  # pages that fit
+            if room < min_pages:
                 raise UserError(
                     f"rollout.kv_cache_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
-                    f"{least * size / 2**20:.0f} MiB of keys and values, and there are {fitting * size / 2**20:.0f}: "
+                    f"{min_pages * size / 2**20:.0f} MiB of keys and values, and there are {room * size / 2**20:.0f}: "
                     "raise rollout.kv_cache_mib or lower rollout.max_tokens"
                 )
-            pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device, page, contiguous)
+            pool = PagePool(self.shape, min(needed, room), self.dtype, self.device, page, contiguous)
             self._pool = pool
 
         # The pool may hold prompts of an earlier call, computed with other weights.
@@ -396,7 +394,7 @@ def _numbers(pages: RowPages, rows: int, prompts: int, unused_page: int) -> Tens
     columns = (
         (pages.tables[:, 0], rows, unused_page),
         (pages.lengths, rows, 1),
-        (pages.prompts, rows, last),  # in ascending order
+        (pages.prompts, rows, last),  # prompts stay in ascending order
         (pages.prompt_tables[:, 0], prompts, unused_page),
         (pages.prompt_lengths, prompts, 1),
     )

@@ -33,24 +33,24 @@ class PendingRollout:
         answer: tensors ids [new tokens] int64, log_probs [new tokens] float32 and, with Sampling.routes, the routes of
         all tokens but the last. version: version of the weights that generated them.
         """
-        before = self.begun
+        begun = self.begun
         ids = answer.tensors["ids"]
         if not len(ids):
-            return before
+            return begun
 
         # A rollout that reached tokens_per_call, but not max_tokens, continues in the next step.
         finish: FinishReason = answer.fields["finish"]
-        if finish == "length" and sampling.tokens_per_call and len(before.token_ids) + len(ids) < sampling.max_tokens:
+        if finish == "length" and sampling.tokens_per_call and len(begun.token_ids) + len(ids) < sampling.max_tokens:
             finish = "cut"
 
         log_probs = answer.tensors["log_probs"] if sampling.log_probs else torch.full((len(ids),), float("nan"))
         return Rollout(
-            before.index,
-            torch.cat((before.token_ids, ids)),
-            torch.cat((before.log_probs, log_probs)),
+            begun.index,
+            torch.cat((begun.token_ids, ids)),
+            torch.cat((begun.log_probs, log_probs)),
             finish,
-            extend_spans(before.spans, version, len(ids)),
-            before.episode,
+            extend_spans(begun.spans, version, len(ids)),
+            begun.episode,
             answer.tensors["routes"].view(answer.fields["routes"]) if sampling.routes else None,
         )
 
@@ -92,7 +92,7 @@ class PendingRollouts:
         self._withdrawn: set[int] = set()
 
     def add(self, requests: Sequence[Request]) -> dict[int, PendingRollout]:
-        """Add requests and return their rollouts by number. Numbers continue those of earlier requests."""
+        """Add requests and return their rollouts by number. They are numbered after all earlier rollouts."""
         new = (
             self._pending(number, request, begun)
             for number, request in enumerate(requests, start=len(self._results))
@@ -105,11 +105,11 @@ class PendingRollouts:
         return added
 
     def _pending(self, number: int, request: Request, begun: Rollout) -> PendingRollout:
-        done = len(begun.token_ids)
+        begun_tokens = len(begun.token_ids)
         sampling = self.sampling
-        tokens = min(sampling.new_tokens, sampling.max_tokens - done, request.max_tokens or sampling.max_tokens)
+        tokens = min(sampling.new_tokens, sampling.max_tokens - begun_tokens, request.max_tokens or sampling.max_tokens)
         ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
-        seed = sibling_seed(request.key, begun.index, done)
+        seed = sibling_seed(request.key, begun.index, begun_tokens)
         return PendingRollout(number, ids, begun, tokens, seed, request)
 
     def admit(self) -> dict[int, PendingRollout]:
@@ -119,8 +119,8 @@ class PendingRollouts:
 
     def withdrawn(self) -> list[int]:
         """Return the numbers of the rollouts whose requests have been withdrawn, each once."""
-        gone = [n for n, row in self.rows.items() if row.source.withdrawn and row.source.withdrawn.is_set()]
-        new = [n for n in gone if n not in self._withdrawn]
+        withdrawn = [n for n, row in self.rows.items() if row.source.withdrawn and row.source.withdrawn.is_set()]
+        new = [n for n in withdrawn if n not in self._withdrawn]
         self._withdrawn.update(new)
         return new
 
@@ -157,10 +157,10 @@ class PendingRollouts:
         self._deliver(row, rollout)
 
     def result(self) -> list[list[Rollout]]:
-        """Return the rollouts of each request, by index. Those without an answer are in their state before the call."""
+        """Return the rollouts of each request, by index. A rollout without an answer is as it was before the call."""
         for row in self.rows.values():
             self._deliver(row, row.begun)
-        return [sorted(rollouts, key=lambda x: x.index) for rollouts in self._results]
+        return [sorted(rollouts, key=lambda rollout: rollout.index) for rollouts in self._results]
 
     def _deliver(self, row: PendingRollout, rollout: Rollout) -> None:
         self._results[row.request].append(rollout)

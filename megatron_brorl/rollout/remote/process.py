@@ -70,12 +70,12 @@ def address(folder: Path) -> str:
 
 def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) -> dict[str, str]:
     """Return the engine's environment: the trainer's without the variables of its launcher and CUDA, plus `own`."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER, *_CUDA))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith((*_MPI, *_LAUNCHER, *_CUDA))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     device_names = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
-    path = [str(folder / "code"), *filter(None, [kept.get("PYTHONPATH")])]
+    path = [str(folder / "code"), *filter(None, [inherited.get("PYTHONPATH")])]
     return {
-        **kept,
+        **inherited,
         "PYTHONPATH": os.pathsep.join(path),
         "CUDA_VISIBLE_DEVICES": ",".join(device_names),
         **{name: value.format(folder=folder) for name, value in own.items()},
@@ -88,7 +88,7 @@ def kill_group(group: int) -> None:
     A tracker ends when all processes that use it have ended. It then unlinks the shared memory that they left.
     """
     killed: set[int] = set()
-    # Look again, because a process may have started another one before it was killed.
+    # Look again, because a process may have started another process before it was killed.
     while members := _members(group) - killed:
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
@@ -265,7 +265,7 @@ class Supervisor:
             self._restart(why, self.weights)
 
     def kill(self, why: str) -> None:
-        """Kill the process. The supervising thread starts it again, so this returns at once."""
+        """Kill the process. The supervising thread starts it again, so this method returns at once."""
         with self.lock:
             print_error(f"brorl: {why}; killed")
             self._process.kill()
@@ -324,7 +324,7 @@ class Supervisor:
                 try:
                     self._link.poll(0)
                     why = self._problem()
-                    # The trainer uses the memory of a sleeping engine, so a dead one is restarted in wake().
+                    # The trainer uses the memory of a sleeping engine, so wake() restarts a dead engine.
                     if why and not self._asleep:
                         self._restart(why, self.weights)
                 except EngineError as e:
@@ -345,8 +345,8 @@ class Supervisor:
             if self.restarts > MAX_RESTARTS:
                 self.failure = f"{why}; gave up after {MAX_RESTARTS} restarts without a completed call"
                 raise EngineError(self.failure)
-            holding = f"with the weights of version {weights.version}" if weights else "without weights"
-            print_error(f"brorl: {why}; restarting it {holding}")
+            with_weights = f"with the weights of version {weights.version}" if weights else "without weights"
+            print_error(f"brorl: {why}; restarting it {with_weights}")
             self._process.kill()
             try:
                 self._start()

@@ -91,7 +91,7 @@ class RemoteEngine:
         """Return the number of rollouts that this rank has in flight with a shared supply.
 
         It is the rank's share of the rollouts that the engine computes together, if each fills half of the context.
-        Rollouts beyond that would wait inside the engine, while another rank's engine may have room.
+        Further rollouts would wait inside the engine, while another rank's engine may have room.
         """
         capabilities = self.capabilities
         rows = min(capabilities.rows, 2 * capabilities.kv_tokens // self.options.context)
@@ -174,7 +174,7 @@ class RemoteEngine:
             if self.supervisor and self.supervisor.failure:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
 
-            # A new process has no requests. Send all missing ones once it has this version of the weights.
+            # A new process has no requests. Send all missing requests once it has this version of the weights.
             if rows and self._link.pid != asked_pid and self._link.version == self.version:
                 self._open_calls.clear()
                 asked_pid = self._ask(rows, sampling)
@@ -182,7 +182,7 @@ class RemoteEngine:
             for message in self._link.poll(_POLL_S if rows else 0.0):
                 if message.fields.get("call") not in self._open_calls:
                     continue  # answer to an abandoned call
-                if message.kind == "stale":  # The engine has other weights now: ask again when it has the right ones.
+                if message.kind == "stale":  # The engine has other weights. Ask again when it has the right weights.
                     asked_pid = 0
                     self._open_calls.clear()
                 elif message.kind == "error":
@@ -197,7 +197,7 @@ class RemoteEngine:
             if asked_pid and rows and not self._open_calls:
                 asked_pid = 0
 
-            # Finished rollouts make room for new ones, and waiting ones may have become ready.
+            # Finished rollouts make room for new rollouts, and waiting rollouts may have become ready.
             new = pending.admit()
             if new and asked_pid == self._link.pid:
                 self._ask(new, sampling)
@@ -233,7 +233,7 @@ class RemoteEngine:
     def _stop(self, pending: PendingRollouts) -> None:
         """Cancel all open calls. Kill an engine that does not end them in time.
 
-        This call does not wait until it has started again, because the watchdog would take that for a hanging engine.
+        This call does not wait for the new process, because the watchdog would take that for a hanging engine.
         """
         self._cancel(list(pending.rows))
         deadline = time.monotonic() + _STOP_S
@@ -262,7 +262,7 @@ class RemoteEngine:
         self.version = -1
         if self.supervisor:
             self.supervisor.sleep()
-        # The engine uses the GPUs of all its ranks. They must not load their models before it has freed its memory.
+        # The engine uses the GPUs of all its ranks. No rank may load its models before the engine has freed its memory.
         self.barrier()
 
     def wake(self) -> None:
@@ -318,13 +318,14 @@ def connect_engine(
     # torchrun sets these variables. Without torchrun, this rank is the only one on its node.
     rank = dist.get_rank()
     tensor = settings.tensor
-    local, per_node = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if per_node % tensor:
         raise UserError(
             f"engine.tensor = {tensor} does not divide the {per_node} ranks of a node (LOCAL_WORLD_SIZE): an engine "
             "spans the GPUs of its ranks"
         )
-    # The dtypes are limited only on a GPU; tests on a CPU use others.
+    # The dtypes are limited only on a GPU; tests on a CPU use other dtypes.
     if cpu_bridge.on_gpu() and config.rollout.dtype not in kind.dtypes:
         raise UserError(
             f'rollout.dtype = "{config.rollout.dtype}": {kind.name} engines compute in {", ".join(kind.dtypes)}; set '
@@ -332,10 +333,10 @@ def connect_engine(
         )
 
     # Leaders create folders, and all ranks exchange the paths. The checks above fail on all ranks.
-    is_leader = local % tensor == 0
+    is_leader = local_rank % tensor == 0
     folders = collectives.all_gather(str(make_folder(settings.shared_memory)) if is_leader else "")
-    exchange = _exchange(rank - local, per_node, config.parallel.timeout_s)
-    engine_exchange = _exchange(rank - local % tensor, tensor, config.parallel.timeout_s)
+    exchange = _exchange(rank - local_rank, per_node, config.parallel.timeout_s)
+    engine_exchange = _exchange(rank - local_rank % tensor, tensor, config.parallel.timeout_s)
 
     options = EngineOptions(
         engine=engine,
@@ -357,10 +358,10 @@ def connect_engine(
         settings,
         options,
         names=names,
-        folder=Path(folders[rank - local % tensor]),
-        devices=range(local, local + tensor) if is_leader else None,  # the GPUs of the ranks that share it
+        folder=Path(folders[rank - local_rank % tensor]),
+        devices=range(local_rank, local_rank + tensor) if is_leader else None,  # the GPUs of the ranks that share it
         log=Path(config.run.dir) / "engines" / f"rank_{rank}.log",
-        node=NodeRanks(local, per_node, exchange),
+        node=NodeRanks(local_rank, per_node, exchange),
         decode=decode,
         wait_for_ranks=lambda: engine_exchange(None),
     )
@@ -391,6 +392,6 @@ def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[A
     group = None
     for start, count in sorted(span for span in set(collectives.all_gather((first, size))) if span[1] > 1):
         ranks = list(range(start, start + count))
-        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
-        group = made if start == first else group
-    return (lambda own: collectives.all_gather(own, group)) if size > 1 else (lambda own: [own])
+        new_group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+        group = new_group if start == first else group
+    return (lambda value: collectives.all_gather(value, group)) if size > 1 else (lambda value: [value])

@@ -64,7 +64,7 @@ class Server:
         """Answer messages until the task is cancelled."""
         self._spawn(self._heartbeat())
         while True:
-            # Answer a rank of another version with an error and keep serving the others.
+            # Answer a rank of another version with an error and keep serving the other ranks.
             client, *frames = await self.socket.recv_multipart()
             try:
                 message = decode(frames)
@@ -125,7 +125,7 @@ class Server:
         await self._send(client, reply)
 
     async def _cancel(self, client: bytes, message: Message) -> None:
-        async with self.waking:  # A call that came earlier has submitted its rollouts then.
+        async with self.waking:  # By now, earlier calls have submitted their rollouts.
             handles = self.calls.get((client, message.fields["call"]), {})
             for number in handles.keys() & message.fields["numbers"]:
                 self.backend.abort(handles[number])
@@ -139,7 +139,6 @@ class Server:
             await self._send(client, Message("stale", {"call": call}))
             return
 
-        # Answer rollouts one by one, in the order in which they finish.
         try:
             # All ranks have freed the memory of the caches before the first generation after a sleep.
             async with self.waking:
@@ -149,7 +148,7 @@ class Server:
             sampling = Sampling(**fields["sampling"])
             rows = self._submit(message, sampling)
             self.calls[client, call] = {number: handle for number, handle, _ in rows}
-            answers = (self._answer(client, call, number, handle, own) for number, handle, own in rows)
+            answers = (self._answer(client, call, *row) for row in rows)
             await asyncio.gather(*answers)
         except Exception as e:
             # The rank raises an error, so the other rollouts are not needed.
@@ -166,12 +165,12 @@ class Server:
         stops = dict(message.fields["stops"])
         tensors = message.tensors
         rows = []
-        texts = tensors["ids"].split(tensors["lengths"].tolist())
+        prompts = tensors["ids"].split(tensors["lengths"].tolist())
         columns = (tensors[name].tolist() for name in ("numbers", "tokens", "seeds"))
-        for ids, number, tokens, seed in zip(texts, *columns, strict=True):
-            own = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stops.get(number, ())))
-            params = self.backend.params(own, tokens, seed)
-            rows.append((number, self.backend.submit(ids.tolist(), params), own))
+        for ids, number, tokens, seed in zip(prompts, *columns, strict=True):
+            row_sampling = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stops.get(number, ())))
+            params = self.backend.params(row_sampling, tokens, seed)
+            rows.append((number, self.backend.submit(ids.tolist(), params), row_sampling))
         return rows
 
     async def _answer(self, client: bytes, call: int, number: int, handle: Any, sampling: Sampling) -> None:
@@ -216,9 +215,9 @@ def _end_with_parent(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    place = sys.argv[1]
-    folder = Path(place.removeprefix("ipc://")).parent
+    socket_address = sys.argv[1]
+    folder = Path(socket_address.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    chosen = json.loads(sys.argv[2])
-    chosen |= {key: tuple(chosen[key]) for key in ("stop_ids", "stop_strings")}
-    asyncio.run(_main(place, EngineOptions(**chosen)))
+    options = json.loads(sys.argv[2])
+    options |= {key: tuple(options[key]) for key in ("stop_ids", "stop_strings")}
+    asyncio.run(_main(socket_address, EngineOptions(**options)))

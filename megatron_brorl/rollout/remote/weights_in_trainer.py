@@ -3,7 +3,7 @@
 Every rank of a node receives every tensor, because producing tensors is a collective. Only one rank writes it to the
 file. The file outlives engine processes, so that a restarted one loads the same weights without a collective.
 
-Updates overwrite the file of an older one, because allocating shared memory takes longer than copying the weights. A
+Updates overwrite the file of an older update, because allocating shared memory takes longer than copying the weights. A
 second file is used only while engines hold the weights of the first.
 """
 
@@ -84,7 +84,7 @@ class HostWeights:
     def buckets(self, limit: int = BUCKET_BYTES) -> Iterator[list[TensorRecord]]:
         """Yield buckets of consecutive records with at most `limit` bytes each.
 
-        A bucket is larger if its first record is, or to keep a weight and its scales together.
+        A bucket is larger if its first record is larger, or if it must keep a weight and its scales together.
         """
         bucket: list[TensorRecord] = []
         size = 0
@@ -105,7 +105,7 @@ class NodeRanks:
 
     rank: int = 0  # index of this rank in the node
     size: int = 1
-    exchange: Callable[[Any], list[Any]] = lambda own: [own]  # all-gather of objects among the ranks
+    exchange: Callable[[Any], list[Any]] = lambda value: [value]  # all-gather of objects among the ranks
 
 
 @dataclass(frozen=True)
@@ -140,18 +140,18 @@ def write_update(tensors: NamedTensors, update: WeightUpdate, node: NodeRanks, p
         raise UserError(fault)
 
     # Each rank writes its share and checks its whole stream. A fault on one rank refuses the update on all of them.
-    own = {name for name, rank in assign_writers(update.names, node.size).items() if rank == node.rank}
+    own_names = {name for name, rank in assign_writers(update.names, node.size).items() if rank == node.rank}
     sums: Checksums = {}
     try:
-        sums = _write(tensors, update, own, records, path)
+        sums = _write(tensors, update, own_names, records, path)
     except UpdateRefused as e:
         fault = str(e)
-    of_ranks: list[tuple[str, Checksums]] = node.exchange((fault, sums))
-    faults = [f for f, _ in of_ranks if f]
+    rank_results: list[tuple[str, Checksums]] = node.exchange((fault, sums))
+    faults = [rank_fault for rank_fault, _ in rank_results if rank_fault]
     if faults:
         raise UpdateRefused(fault or faults[0])
-    total = {name: value for _, part in of_ranks for name, value in part.items()}
-    return HostWeights(path, update.version, tuple(r._replace(checksum=total[r.name]) for r in records))
+    all_sums = {name: value for _, rank_sums in rank_results for name, value in rank_sums.items()}
+    return HostWeights(path, update.version, tuple(r._replace(checksum=all_sums[r.name]) for r in records))
 
 
 def file_layout(shapes: Shapes, dtype: torch.dtype, encode: Encode) -> tuple[list[TensorRecord], int]:
@@ -162,8 +162,9 @@ def file_layout(shapes: Shapes, dtype: torch.dtype, encode: Encode) -> tuple[lis
     records = []
     offset = 0
     for name, shape in shapes.items():
-        for sent, x in encode(name, torch.empty(shape, dtype=dtype, device="meta")):
-            record = TensorRecord(sent, str(x.dtype).removeprefix("torch."), tuple(x.shape), offset, 0)
+        for sent_name, encoded in encode(name, torch.empty(shape, dtype=dtype, device="meta")):
+            dtype_name = str(encoded.dtype).removeprefix("torch.")
+            record = TensorRecord(sent_name, dtype_name, tuple(encoded.shape), offset, checksum=0)
             records.append(record)
             # Tensor.view(dtype) needs an aligned offset.
             offset = -(-(offset + record.nbytes) // _ALIGN) * _ALIGN
@@ -195,7 +196,7 @@ def allocate(path: Path, size: int) -> None:
 
 
 def _write(
-    tensors: NamedTensors, update: WeightUpdate, own: set[str], records: list[TensorRecord], path: Path
+    tensors: NamedTensors, update: WeightUpdate, own_names: set[str], records: list[TensorRecord], path: Path
 ) -> Checksums:
     """Read the stream to its end, write the tensors in `own` and return their checksums. Raises UpdateRefused."""
     memory = map_file(str(path))
@@ -208,9 +209,9 @@ def _write(
         # Compute the checksum where the tensor is. Workers compare it with their copy, which covers the file. If
         # `encode` or the dtype changes the tensor, the expected checksum is compared with the received tensor instead.
         sent = dict(update.encode(name, tensor.to(update.dtype)))
-        for part, x in sent.items():
-            tensor_at(memory, records_by_name[part]).copy_(x)
-            sums[part] = int(checksum(part, x))
+        for sent_name, x in sent.items():
+            tensor_at(memory, records_by_name[sent_name]).copy_(x)
+            sums[sent_name] = int(checksum(sent_name, x))
         if expected is not None:
             same = sent.keys() == {name} and sent[name].dtype == tensor.dtype
             if (sums[name] if same else int(checksum(name, tensor))) != int(expected):
@@ -219,7 +220,7 @@ def _write(
     with ThreadPoolExecutor(THREADS, thread_name_prefix="staging") as pool:
 
         def write_own(name: str, tensor: Tensor, expected: Tensor | None) -> None:
-            if name not in own:
+            if name not in own_names:
                 return
             # Copy the tensor, because the stream reuses its buffers.
             waiting.append(pool.submit(write, name, tensor.detach().clone(), expected))

@@ -18,7 +18,7 @@ class TensorRecord(NamedTuple):
     """One tensor of an update and its position in the file. It is a list in JSON."""
 
     name: str
-    dtype: str  # "bfloat16"
+    dtype: str  # for example "bfloat16"
     shape: tuple[int, ...]
     offset: int  # in bytes
     checksum: int
@@ -53,11 +53,11 @@ def map_file(path: str) -> Tensor:
     """
     memory = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
     if torch.cuda.is_available():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 1))
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 1))  # 1: portable
     return memory
 
 
 def tensor_at(memory: Tensor, record: TensorRecord) -> Tensor:
     """Return the tensor [record.shape] in a mapped file [size]."""
-    own = memory[record.offset : record.offset + record.nbytes]
-    return own.view(getattr(torch, record.dtype)).view(record.shape)
+    data = memory[record.offset : record.offset + record.nbytes]
+    return data.view(getattr(torch, record.dtype)).view(record.shape)

@@ -35,7 +35,7 @@ _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "w
 
 
 class TrtllmBackend(EngineBackend):
-    """An EngineBackend, where its methods are described."""
+    """The backend of TensorRT-LLM. EngineBackend describes the methods."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Start Ray and TensorRT-LLM. Raises ValueError if not even one response fits."""
@@ -44,13 +44,12 @@ class TrtllmBackend(EngineBackend):
         # Memory that a sleep frees. Tags that start with _ are internal.
         self.tags = [tag for tag in (str(tag.value) for tag in ExecutorMemoryType) if not tag.startswith("_")]
 
-        # Log-probability buffers and CUDA graphs have this batch size, so it must not exceed the number that fits.
-        config = self.config
+        # Log-probability buffers and CUDA graphs have this batch size, so it is at most the number of rows that fit.
         self.rows = options.max_rows
         if options.max_kv_tokens:
             self.rows = self._fitting(options.max_kv_tokens)
 
-        self.ray = ray_node.start(config.tensor)
+        self.ray = ray_node.start(self.config.tensor)
         self._llm = self._build()
 
     def _fitting(self, kv_tokens: int) -> int:
@@ -58,14 +57,14 @@ class TrtllmBackend(EngineBackend):
 
         The scheduler reserves the whole context for each request. Raises ValueError if not even one request fits.
         """
-        fitting = kv_tokens // self.options.context
-        if not fitting:
+        rows = kv_tokens // self.options.context
+        if not rows:
             raise ValueError(
                 f"keys and values of {kv_tokens} tokens fit, and one response with its prompt may take "
                 f"{self.options.context}: raise engine.memory_fraction or engine.tensor, set train.offload = true, or "
                 "lower rollout.max_tokens"
             )
-        return min(self.rows, fitting)
+        return min(self.rows, rows)
 
     def _build(self) -> Any:
         options = self.options
@@ -144,9 +143,9 @@ class TrtllmBackend(EngineBackend):
 
     async def completion(self, handle: Any) -> Completion:
         output = (await handle).outputs[0]
-        # Drop the tokens of an aborted request, because they may differ from the sampled ones.
+        # Drop the tokens of an aborted request, because they may differ from the sampled tokens.
         if output.finish_reason not in ("stop", "length"):
-            return Completion([], "cut", [])
+            return Completion(token_ids=[], finish="cut", log_probs=[])
         reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs or []]
         return Completion.of(output.token_ids, output.finish_reason, reported)
 

@@ -37,7 +37,7 @@ _WATCH_S = 1.0  # seconds between checks that vLLM's own processes are alive
 
 
 class VllmBackend(EngineBackend):
-    """An EngineBackend, where its methods are described."""
+    """The backend of vLLM. EngineBackend describes the methods."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Raise ValueError if vLLM does not support the options on this machine."""
@@ -48,7 +48,7 @@ class VllmBackend(EngineBackend):
         self._aborting: set[asyncio.Task[None]] = set()
         if self.config.quantization == "fp8" and not self.on_gpu:
             raise ValueError("engine.quantization = 'fp8' needs a GPU: set 'none'")
-        # vLLM's second model runner records them, which needs Triton. The CPU build of 0.32 runs without Triton.
+        # vLLM's second model runner records the experts, and needs Triton. The CPU build of 0.32 runs without Triton.
         if options.routes and not self.on_gpu:
             raise ValueError("rollout.replay_routes: vLLM returns the chosen experts only on a GPU: set 'never'")
         # vLLM's own process inherits these variables.
@@ -65,12 +65,12 @@ class VllmBackend(EngineBackend):
         """
         options = self.options
         shape = read_shape(Path(self.options.model))
-        size = 1 if self.config.kv_dtype == "fp8" else getattr(torch, options.dtype).itemsize
-        per_token = 2 * shape.layers * -(-shape.kv_heads // self.config.tensor) * shape.head_dim * size
+        element_bytes = 1 if self.config.kv_dtype == "fp8" else getattr(torch, options.dtype).itemsize
+        per_token = 2 * shape.layers * -(-shape.kv_heads // self.config.tensor) * shape.head_dim * element_bytes
 
-        room = options.max_kv_tokens * per_token if self.on_gpu else options.kv_bytes
+        available = options.max_kv_tokens * per_token if self.on_gpu else options.kv_bytes
         needed = (options.max_rows * options.context + _SPARE_TOKENS) * per_token
-        num_bytes = min(needed, room) if room else needed
+        num_bytes = min(needed, available) if available else needed
         if num_bytes < options.context * per_token:
             key = "engine.memory_fraction" if self.on_gpu else "rollout.kv_cache_mib"
             raise ValueError(
@@ -86,7 +86,7 @@ class VllmBackend(EngineBackend):
 
         # On CPUs, vLLM crashes with seeds and chunked prefill, and eager mode starts faster.
         if self.on_gpu:
-            own: dict[str, Any] = {
+            device_arguments: dict[str, Any] = {
                 "enable_sleep_mode": True,
                 "sleep_mode_offload_cudagraph": True,
                 "enforce_eager": not config.cuda_graphs,
@@ -94,9 +94,9 @@ class VllmBackend(EngineBackend):
                 "gpu_memory_utilization": _FREE_SHARE,
             }
         else:
-            own = {"enable_chunked_prefill": False, "enforce_eager": True}
+            device_arguments = {"enable_chunked_prefill": False, "enforce_eager": True}
         if config.quantization == "fp8":
-            own["quantization"] = "fp8"  # vLLM quantizes each weight when it is loaded
+            device_arguments["quantization"] = "fp8"  # vLLM quantizes each weight when it is loaded
 
         # Set only the arguments that training needs.
         return {
@@ -121,7 +121,7 @@ class VllmBackend(EngineBackend):
             "generation_config": "vllm",  # ignore the model's generation_config.json
             "disable_log_stats": True,
             "enable_return_routed_experts": options.routes,
-            **own,
+            **device_arguments,
         }
 
     async def start(self) -> Capabilities:
@@ -167,17 +167,17 @@ class VllmBackend(EngineBackend):
 
         # A request that is aborted before it starts has no output.
         if last_output is None:
-            return Completion([], "cut", [])
-        drawn = last_output.outputs[0]
+            return Completion(token_ids=[], finish="cut", log_probs=[])
+        result = last_output.outputs[0]
         reported: list[Mapping[int, float]] = []
         if params.logprobs is not None:
-            flat = drawn.logprobs
+            flat = result.logprobs
             reported = [{token: x} for token, x in zip(flat.token_ids, flat.logprobs, strict=True)]
-        completion = Completion.of(drawn.token_ids, drawn.finish_reason, reported)
-        if drawn.routed_experts is None:
+        completion = Completion.of(result.token_ids, result.finish_reason, reported)
+        if result.routed_experts is None:
             return completion
         # vLLM returns uint8, or uint16 with more than 256 experts. PyTorch has few operations for uint16.
-        routes = torch.from_numpy(drawn.routed_experts)
+        routes = torch.from_numpy(result.routed_experts)
         return replace(completion, routes=routes.to(torch.int16) if routes.dtype == torch.uint16 else routes)
 
     async def _watch(self) -> None:
