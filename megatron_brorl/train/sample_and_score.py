@@ -64,10 +64,10 @@ class RolloutRunner:
         """
         start = time.monotonic()
         partial = partial or {}
-        parts = deal(new, partial_per_rank or [0] * self.grid.world_size)
-        own = [*partial, *parts[self.grid.rank]]
+        shares = deal(new, partial_per_rank or [0] * self.grid.world_size)
+        own = [*partial, *shares[self.grid.rank]]
         # With work stealing, the engine begins new rollouts of any rank when it has room. Partial ones stay here.
-        shared = self.work_stealing.begin(parts, self.grid.rank) if self.work_stealing else None
+        shared = self.work_stealing.begin(shares, self.grid.rank) if self.work_stealing else None
         # Consecutive rollouts of one prompt are one request, so that the engine computes the prompt once.
         first_requests, group_of = requests(list(partial) if shared else own, groups, partial, self.seed)
         prompts = [request.prompt for request in first_requests]
@@ -97,14 +97,12 @@ class RolloutRunner:
             _check_distinct(result.requests, result.rollouts, self.engine.engine.duplicate_advice)
             generated = time.monotonic()
 
-            finished_rollouts = [
-                (i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"
-            ]
+            complete = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
             with span("score", allowance_s=self.reward.timeout_s):
-                scores = scorer.scores([(i, r.index) for i, r in finished_rollouts])
+                scores = scorer.scores([(i, r.index) for i, r in complete])
         # Answers become hashes, because ranks exchange tables of numbers.
         columns = scores.rewards.tolist(), scores.right, map(answer_hash, scores.answers), scores.results
-        scored = [ScoredRollout(group_of[i], r, *row) for (i, r), *row in zip(finished_rollouts, *columns, strict=True)]
+        scored = [ScoredRollout(group_of[i], r, *score) for (i, r), *score in zip(complete, *columns, strict=True)]
         score_seconds = time.monotonic() - generated
 
         cut: list[ScoredRollout] = []
@@ -190,11 +188,11 @@ def _check_distinct(requested: Sequence[Request], rollouts: Sequence[Sequence[Ro
     """Raise UserError on every rank if rollouts were drawn with the same random numbers, on any ranks."""
     hashes, names = improbable_rollouts(requested, rollouts)
     values, counts = torch.cat(collectives.all_gather(hashes)).unique(return_counts=True)
-    again = set(values[counts > 1].tolist())
-    if again:
-        own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]
+    repeated = set(values[counts > 1].tolist())
+    if repeated:
+        own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in repeated]
         raise UserError(
-            f"{len(again)} responses came several times for one prompt, which is practically impossible"
+            f"{len(repeated)} responses came several times for one prompt, which is practically impossible"
             f"{f' ({own[0]})' if own else ''}: the same random numbers were drawn by {duplicate_advice}"
         )
 
