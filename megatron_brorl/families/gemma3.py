@@ -50,7 +50,6 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     local_theta, _ = read_rope(config, ropes.get(_LOCAL, dict, {}), _LOCAL, base, ("default",))
 
     context = config.get("max_position_embeddings", int)
-
     # The scale of attention scores does not follow from head_dim.
     scalar = positive(config.raw.get("query_pre_attn_scalar"), 256.0, f"{config.where}: query_pre_attn_scalar")
     return {

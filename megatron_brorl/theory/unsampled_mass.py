@@ -107,8 +107,7 @@ def unseen_weights(counts: Ints, n: int, sampled: Ints, order: int) -> Floats:
     tuples = np.ones(len(counts))
     for i in range(order):
         tuples = tuples * (counts - i) / (n - i)
-    # After the tuple, n siblings remain, c of them with outcome k. m random ones all miss these with the probability
-    # C(n - c, m) / C(n, m), which is 0 where c < 0.
+    # Of the remaining n siblings, c have outcome k. m random ones miss all c with probability C(n - c, m) / C(n, m).
     n, counts = n - order, counts - order
     logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])  # log of factorials
     m = sampled[:, None]

@@ -86,7 +86,6 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
             shown[f"pass@{k_and_value[0]}"] = f"{100 * k_and_value[1]:.1f}%"
         if metrics["held_out_reward"] != metrics["pass_at_1"]:
             shown["held-out reward"] = f"{metrics['held_out_reward']:.3g}"
-
     return shown
 
 

@@ -166,5 +166,4 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
             for h, value, low, high in zip(sizes, *columns.tolist(), strict=True):
                 key = f"theory_hold_out/{name}_{h}"
                 metrics |= {key: value, f"{key}_low": low, f"{key}_high": high}
-
     return metrics

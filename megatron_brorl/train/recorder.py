@@ -91,9 +91,8 @@ class Recorder:
         is_recorded = choose_recorded(groups, outcomes, self.config.run, all_groups=True)
         no_advantages = torch.full_like(outcomes.rewards, float("nan"))
         own = select_recorded(rollouts, is_recorded)
-        self._write(
-            LogEntry("evaluation", steps), groups, outcomes, is_recorded, range(len(groups)), own, no_advantages
-        )
+        every = range(len(groups))
+        self._write(LogEntry("evaluation", steps), groups, outcomes, is_recorded, every, own, no_advantages)
 
     def _write(
         self,
@@ -187,10 +186,8 @@ class Recorder:
         return {"text": _valid(text), "answer": _valid(answer), "turns": turns}
 
 
-def group_table(
-    groups: Sequence[PromptGroup], outcomes: Outcomes, is_recorded: Tensor, listed: Sequence[int]
-) -> pa.Table:
-    """Return a table of schema GROUPS for the `listed` groups; is_recorded: bool [groups, N]."""
+def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, recorded: Tensor, listed: Sequence[int]) -> pa.Table:
+    """Return a table of schema GROUPS for the `listed` groups; recorded: bool [groups, N]."""
     kept = set(outcomes.kept)
     rows = []
     for g in listed:
@@ -200,7 +197,7 @@ def group_table(
         tokens = outcomes.tokens[g][ended].double()
         count = len(rewards)
         right = int(outcomes.right[g][ended].sum())
-        written = int(is_recorded[g].sum())
+        written = int(recorded[g].sum())
         mixed = count and (has_signal(rewards) or 0 < right < count)
         rows.append(
             {
