@@ -211,7 +211,7 @@ def make_experience(
     # Masked tokens stay in the row, because later tokens attend to them.
     if algo.mismatch_mask != "off" and old is not None:
         both = [_flat(x).cpu().split(lengths) for x in (old, columns["rollout_log_probs"])]
-        masks = [mismatch_mask(*row, algo.mismatch_mask, *MISMATCH_BOUNDS) for row in zip(*both, strict=True)]
+        masks = [mismatch_mask(o, r, algo.mismatch_mask, *MISMATCH_BOUNDS) for o, r in zip(*both, strict=True)]
         columns["mask"] = _column(masks)
         metrics["masked_share"] = 1 - _token_mean(columns["mask"], actor)
 
