@@ -31,8 +31,8 @@ def pass_at_each_k(counts: Sequence[tuple[int, int]]) -> dict[int, list[float]]:
 
     counts: the samples of each prompt, and how many of them are right.
     """
-    most = max(n for n, _ in counts)
-    ks = sorted({*(2**i for i in range(most.bit_length())), most})
+    largest = max(n for n, _ in counts)
+    ks = sorted({*(2**i for i in range(largest.bit_length())), largest})
     return {k: [pass_at_k(n, right, k) for n, right in counts if n >= k] for k in ks}
 
 

@@ -149,12 +149,12 @@ def _squared_covariance(draws: _Draws, centred: Tensor, n: Tensor) -> Tensor:
     sums = draws.sum_by_position
     count = draws.sum_by_pair(torch.ones_like(centred))
     second = draws.sum_by_pair(centred.square())
-    # The terms of HSIC, all from sums over tokens: tr(K L), minus the sum of L, the sum of K, and the sum of K L.
-    both = sums(draws.sum_by_pair(centred).square() - second)
-    spread = sums(second)
-    same = sums(count * (count - 1))
-    mixed = -sums((count - 1) * second)
-    return (both - same * spread / ((n - 1) * (n - 2)) - 2 * mixed / (n - 2)) / (n * (n - 3))
+    # tr(K L) and the sums of K, L and K L follow from sums over tokens. The sum of L is that of -centred^2.
+    trace_kl = sums(draws.sum_by_pair(centred).square() - second)
+    minus_sum_l = sums(second)
+    sum_k = sums(count * (count - 1))
+    sum_kl = -sums((count - 1) * second)
+    return (trace_kl - sum_k * minus_sum_l / ((n - 1) * (n - 2)) - 2 * sum_kl / (n - 2)) / (n * (n - 3))
 
 
 @dataclass(frozen=True)

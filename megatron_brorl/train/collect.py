@@ -46,7 +46,7 @@ from megatron_brorl.types import PromptGroup, ScoredRollout, TrainingRollout
 SAFETY = 3.0  # margin of a round's size in standard deviations: 1 of 740 rounds keeps too few groups
 MAX_OVERSAMPLE = 4  # largest round, in units of rollout.prompts
 MAX_CARRIED_STEPS = 8  # steps after which an unfinished group is lost
-DECAY = 0.5  # weight of a step's counts one step later
+DECAY = 0.5  # factor on the counts of earlier steps, once per step
 
 
 @dataclass(frozen=True)

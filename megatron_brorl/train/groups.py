@@ -38,7 +38,7 @@ class Outcomes:
     state: Tensor  # int64
     rewards: Tensor  # float32
     right: Tensor  # bool, whether the response counts as correct
-    tokens: Tensor  # int64
+    tokens: Tensor  # int64, all tokens of the response
     sampled: Tensor  # int64, tokens without those of an environment
     repeats: Tensor  # int64, n-grams that had occurred before
     answers: Tensor  # int64, hashes of the final answers (rewards.extract.answer_hash)

@@ -61,11 +61,11 @@ def select_recorded(rollouts: Sequence[ScoredRollout], is_recorded: Tensor) -> l
 
 @dataclass(frozen=True)
 class Recorder:
-    """Writes rollouts on every rank. If the disk refuses one, it prints a warning once and training continues."""
+    """Writes rollouts on every rank. If a write fails, it prints a warning once and training continues."""
 
     folder: Path
     config: Config
-    decode: Callable[[list[int]], str]  # the tokenizer's
+    decode: Callable[[list[int]], str]  # of the tokenizer
     stop_ids: Sequence[int]  # tokens that end a response, and are not part of its text
     rank: int
     warnings: list[str] = field(default_factory=list)  # printed so far

@@ -79,8 +79,8 @@ class RolloutRunner:
             prompts.extend(request.prompt for request in more)
             return more
 
-        longest = max((len(group.prompt.token_ids) for group in groups), default=0)
-        supply = SlotSupply(shared, take_requests, len(new), longest) if shared else None
+        longest_prompt = max((len(group.prompt.token_ids) for group in groups), default=0)
+        supply = SlotSupply(shared, take_requests, len(new), longest_prompt) if shared else None
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             ended = itertools.count(1)
 
@@ -130,8 +130,8 @@ class RolloutRunner:
     def reward_metrics(self) -> dict[str, float]:
         """Return metrics of scoring since pool.reset(), the same on every rank. Collective."""
         stats = self.pool.stats
-        own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
-        sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
+        counts = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
+        sums = collectives.all_reduce_sum({name: float(value) for name, value in counts.items()})
         return {
             "score_cache_hit_share": sums["hits"] / (sums["answers"] or 1.0),
             "reward_worker_restarts": sums["restarts"],

@@ -257,7 +257,7 @@ class ActorLoss:
     """The policy loss of some rows, a worker.LossFunction."""
 
     def __init__(self, rows: Experience, algo: AlgoConfig, weights: list[float]) -> None:
-        """weights: for each row, the weight of one of its tokens, see token_weights."""
+        """weights: for each row, the weight of each of its tokens, see token_weights."""
         settings = PolicyLossSettings(**{f.name: getattr(algo, f.name) for f in fields(PolicyLossSettings)})
         # A KL in the reward must not count in the loss as well.
         self.settings = settings if algo.kl_in == "loss" else replace(settings, kl_coef=0.0)

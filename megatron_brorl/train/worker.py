@@ -280,9 +280,9 @@ class Stage:
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         """Yield moments and float32 masters, without masters that are the weights themselves."""
         weight_storages = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
-        for part in self.optimizer.chained_optimizers:
-            masters = (p for group in part.param_groups for p in group["params"])
-            for x in (*masters, *(x for state in part.optimizer.state.values() for x in state.values())):
+        for chained in self.optimizer.chained_optimizers:
+            masters = (p for group in chained.param_groups for p in group["params"])
+            for x in (*masters, *(x for state in chained.optimizer.state.values() for x in state.values())):
                 if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in weight_storages:
                     yield x
 
@@ -377,7 +377,7 @@ class Stage:
         """Pack rows of [tokens] each into micro-batches, with this rank's tokens of them in context parallelism.
 
         With expert parallelism, ranks exchange tokens in every micro-batch. This is then a collective of all replicas,
-        and the ranks with fewer micro-batches get further ones without rows.
+        and the ranks with fewer micro-batches get additional ones without rows.
         """
         packing = self._limit, self._multiple, self.options.share_prompt, self._segments
         batches = pack(prompts, responses, *packing, routes)

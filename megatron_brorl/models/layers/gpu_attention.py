@@ -62,7 +62,7 @@ class Pieces:
         padded[self._places] = lse
         efficient = torch.ops.aten._efficient_attention_backward
         g, q, k, v, o = (x.unsqueeze(0) for x in (grad, query, *_per_head(query, keys), out))
-        settings = (0.0, *state, int(self.causal), False)
+        settings = (0.0, *state, int(self.causal), False)  # dropout, random state, mask, gradient of a bias
         with _deterministic():
             grads = efficient(g, q, k, v, None, o, *self.limits, padded, *settings, scale=scale)[:3]
         grad_query, *grad_keys = (x.squeeze(0) for x in grads)

@@ -158,7 +158,7 @@ class RowAdapted(Adapted):
         return self.with_adapters(out, None if a is None else linear(x, a)), bias
 
     def over_ranks(self, down: Tensor) -> Tensor:
-        """Return the sum over ranks of their products `down`, also of their parts of the layer's result."""
+        """Return the sum of `down` over ranks. Fused layers also sum the parts of the layer's result with it."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(down, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(down, group=self.tp_group)

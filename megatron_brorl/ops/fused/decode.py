@@ -14,7 +14,7 @@ from megatron_brorl.ops.interface import DecodeBatch, HeadNorms
 from megatron_brorl.ops.reference import sampling
 from megatron_brorl.ops.reference.decode import DecodeOps
 
-# With one split, the result of a row does not depend on the other rows. Older releases of torch never split here.
+# With one split of the keys, a row's result does not depend on other rows. Older releases of torch never split here.
 _ARGUMENTS = {a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments}
 _ONE_SPLIT = {"num_splits": 1} if "num_splits" in _ARGUMENTS else {}
 
@@ -109,8 +109,8 @@ class FlashDecode(DecodeOps):
         def sequences(first_row: Tensor, table: Tensor, lengths: Tensor, max_rows: int) -> _Sequences:
             first = first_row * queries_per_key
             query = torch.arange(rows * queries_per_key, device=device)
+            # An empty group has the first query of the next group, or Q. Of equal entries, take the last group.
             sequence = torch.searchsorted(first, query, right=True) - 1
-            # An empty group has the first query of the next group, or Q.
             starts = pad(table[:, 0] * page, (0, 1))
             # Rows that pad a batch may make a group larger than `max_rows`. Nothing reads their results.
             place = (query - first[sequence]).clamp(max=max_rows * queries_per_key - 1)

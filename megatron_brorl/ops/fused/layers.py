@@ -63,7 +63,7 @@ def attend(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Tensor, scale: float
 
     For each kv head qkv has the queries that share its key, the key and the value. Queries and keys are rotated in
     place as by ops.rope.rotate, with cos and sin [T, d / 2], so no other function may need qkv. segments [S, 4] int64
-    cover the stream in order: first token, length, and both of the prefix (length 0: none). A token attends to its
+    cover the stream in order: first token and length, and those of the prefix (length 0: none). A token attends to its
     segment up to itself and to all of the prefix, which is an earlier segment without a prefix.
     """
     width = qkv.shape[-1]

@@ -59,7 +59,7 @@ def linear_ppo_loss(
     """Compute reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
 
     The log-probabilities are bitwise those of linear_log_probs on the same rows. On a GPU this requires that every row
-    has a gradient, because the others are sorted to the end. Unless settings.of_sequences, the backward pass scales the
+    has a gradient: rows without one are sorted to the end. Unless settings.of_sequences, the backward pass scales the
     gradients of the forward pass in place, so a second backward pass raises RuntimeError.
     """
     shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
