@@ -237,7 +237,7 @@ def sample_lines(
 
     rollouts: this rank's. There are fewer samples if it has rollouts of fewer prompts.
     """
-    first: dict[int, ScoredRollout] = {}
+    first: dict[int, ScoredRollout] = {}  # by group, the rollout with the smallest index
     for r in sorted(rollouts, key=lambda r: r.rollout.index, reverse=True):
         first[r.group] = r
     chosen = sorted(first, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))[:_SAMPLES]

@@ -150,7 +150,7 @@ class Stage:
 
     shape: ModelShape  # without the head
     outputs: int  # of the head, per token
-    adapter_weights = 0  # of all ranks
+    adapter_weights = 0  # number of weights of the adapters on all ranks
     steps_taken = 0  # optimizer steps of this process
 
     def __init__(self, module: Actor, options: StageOptions, optim: OptimConfig | None) -> None:
@@ -160,14 +160,14 @@ class Stage:
         self.options = options
         self.optim = optim
         self.model: Any = module  # in DistributedDataParallel if it is trained
-        self._segments = 2 * self.grid.cp_size if self.grid.cp_size > 1 else 1
+        self._segments_of = 2 * self.grid.cp_size if self.grid.cp_size > 1 else 1  # an argument of packing.pack
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
-        self._multiple = self._segments * (self.grid.tp_size if self.grid.sequence_parallel else 1) * align
-        self._limit = options.tokens_per_micro_batch * self.grid.cp_size  # of a micro-batch, over its ranks
+        self._multiple_of = self._segments_of * (self.grid.tp_size if self.grid.sequence_parallel else 1) * align
+        self._max_tokens = options.tokens_per_micro_batch * self.grid.cp_size  # of a micro-batch on all ranks
         self._weights = Offload((lambda: (*module.parameters(), *module.buffers())) if options.offload else tuple)
         self._state = Offload(self._optimizer_tensors if options.offload and optim is not None else tuple)
         # Gradients need no copy in host memory, because every update starts from zeros.
-        self._gradients = Offload(tuple, self._gradient_buffers if optim is not None else tuple)
+        self._gradients = Offload(kept=tuple, dropped=self._gradient_buffers if optim is not None else tuple)
         if optim is not None:
             for layer in module.decoder.layers if options.freeze_router else ():
                 layer.mlp.router.requires_grad_(False)
@@ -379,7 +379,7 @@ class Stage:
         With expert parallelism, ranks exchange tokens in every micro-batch. This is then a collective of all replicas,
         and the ranks with fewer micro-batches get additional ones without rows.
         """
-        packing = self._limit, self._multiple, self.options.share_prompt, self._segments
+        packing = self._max_tokens, self._multiple_of, self.options.share_prompt, self._segments_of
         batches = pack(prompts, responses, *packing, routes)
         if self.grid.ep_size > 1:
             largest = all_reduce_max({"batches": float(len(batches))}, self.grid.groups.dp)["batches"]

@@ -227,7 +227,7 @@ class _RmsNorm(torch.autograd.Function):
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, segments: Tensor, scale: float) -> Tensor:
-        torch.ops.brorl.rotate_(qkv[:, :, :-1], cos, sin, False)
+        torch.ops.brorl.rotate_(qkv[:, :, :-1], cos, sin, inverse=False)
         increment_version(qkv)  # makes the backward pass of a function that saved qkv fail
         out, log_sums = torch.ops.brorl.segment_attention(qkv, segments, scale)
         # qkv may be a view of a result of _Linear or _NormLinear. Unpacking a saved input asks for its grad_fn, which
@@ -240,5 +240,5 @@ class _SegmentAttention(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         *saved, cos, sin = ctx.saved_tensors
         qkv_grad = torch.ops.brorl.segment_attention_gradient(upstream[0].contiguous(), *saved, ctx.scale)
-        torch.ops.brorl.rotate_(qkv_grad[:, :, :-1], cos, sin, True)
+        torch.ops.brorl.rotate_(qkv_grad[:, :, :-1], cos, sin, inverse=True)
         return qkv_grad, None, None, None, None
