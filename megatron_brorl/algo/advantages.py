@@ -99,7 +99,7 @@ def largest_spread(rewards: Tensor, mask: Tensor, count: int) -> Tensor:
         for prefix in (prefix_sums, prefix_squares)
     )
     variance = subset_squares / count - (subset_sum / count).square()
-    # argmax finds the first one. 1e-12: equal up to rounding.
+    # argmax finds the first maximum. 1e-12: variances that are equal up to rounding.
     i = (variance >= variance.amax(1, keepdim=True) * (1 - 1e-12)).byte().argmax(1, keepdim=True)
 
     positions = torch.arange(width).repeat(groups, 1)
@@ -111,7 +111,7 @@ def largest_spread(rewards: Tensor, mask: Tensor, count: int) -> Tensor:
 
 def _deviations(rewards: Tensor) -> Tensor:
     """Return rewards [N] minus their mean in float64, and 0 where that is within the rounding of rewards in float32."""
-    # Rounding can leave a tiny advantage where the exact one is 0, such as that of 0.2 among 0.1, 0.2 and 0.3. The loss
+    # Rounding can leave a tiny advantage where the exact advantage is 0, as for 0.2 among 0.1, 0.2 and 0.3. The loss
     # would count tokens of such a rollout as clipped, although clipping them has no effect.
     x = rewards.double()
     deviations = x - x.mean()
@@ -196,12 +196,12 @@ def group_advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, 
     if entry := ADVANTAGES.get(algo.advantage):
         settings = {"k": algo.pass_k} if entry.takes_k else {}
         table = torch.zeros_like(rewards)
-        for result, earned, ended in zip(table, rewards, mask, strict=True):
-            result[ended] = entry.formula(earned[ended], **settings)
+        for result, group_rewards, survived in zip(table, rewards, mask, strict=True):
+            result[survived] = entry.formula(group_rewards[survived], **settings)
         return table
 
     function = functions.find("algo.advantage", algo.advantage)
     advantages = function(rewards.shape, "an advantage per reward", rewards=rewards, mask=mask, rows=rows)
-    for group, rollout in (mask & ~advantages.isfinite()).nonzero()[:1].tolist():
+    for group, rollout in (mask & ~advantages.isfinite()).nonzero()[:1].tolist():  # the first, if any
         function.refuse(f"returned {advantages[group, rollout]:g} for rollout {rollout} of row {rows[group]['id']!r}")
     return torch.where(mask, advantages.detach().double(), 0.0)

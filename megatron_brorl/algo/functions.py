@@ -56,14 +56,14 @@ class AlgorithmFunction:
         raise StepError(f"{self._label}: {problem}")
 
 
-_imported: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this process's run
+_imported: dict[str, AlgorithmFunction] = {}  # those of this process's run, by the value of the key
 
 
 def find(key: str, value: str) -> AlgorithmFunction:
     """Return the function that a key names, which is imported on first use. Raises UserError."""
     if value not in _imported:
-        imported = import_function(value, f"{key} =")
-        _imported[value] = AlgorithmFunction(f"{key} = {value}", *imported, PARAMETERS[key])
+        function, sha256 = import_function(value, f"{key} =")
+        _imported[value] = AlgorithmFunction(f"{key} = {value}", function, sha256, PARAMETERS[key])
     return _imported[value]
 
 

@@ -31,8 +31,8 @@ def pass_at_each_k(counts: Sequence[tuple[int, int]]) -> dict[int, list[float]]:
 
     counts: the samples of each prompt, and how many of them are right.
     """
-    most = max(n for n, _ in counts)
-    ks = sorted({*(2**i for i in range(most.bit_length())), most})
+    largest = max(n for n, _ in counts)
+    ks = sorted({*(2**i for i in range(largest.bit_length())), largest})
     return {k: [pass_at_k(n, right, k) for n, right in counts if n >= k] for k in ks}
 
 
@@ -66,15 +66,15 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
 def mixed_share(counts: Sequence[Sequence[int]], n: int) -> float:
     """Return the mean over prompts of the probability that n rollouts have different rewards.
 
-    counts: for each prompt, the recorded rollouts with each reward. For n up to their number this is the unbiased
-    estimate: the share of subsets of n rollouts whose rewards differ. For larger n it is whether any of them differ,
-    which is a lower bound in expectation, because rare rewards may not have been recorded.
+    counts: for each prompt, the recorded rollouts with each reward. For n up to the number of recorded rollouts
+    this is the unbiased estimate: the share of their subsets of size n whose rewards differ. For larger n it is 1 if
+    any recorded rewards differ, else 0, which is a lower bound in expectation: rare rewards may not be recorded.
     """
     shares = []
-    for own in map(np.array, counts):
-        total = own.sum()
+    for count in map(np.array, counts):
+        total = count.sum()
         drawn = np.arange(min(n, total))
-        # The products are C(count, n) / C(total, n): the n rollouts all have this reward.
-        large = own[own >= len(drawn), None]
-        shares.append(1 - np.prod((large - drawn) / (total - drawn), axis=1).sum())
+        # The products are C(count, n) / C(total, n), the probability that the n rollouts all have this reward.
+        enough = count[count >= len(drawn), None]
+        shares.append(1 - np.prod((enough - drawn) / (total - drawn), axis=1).sum())
     return float(np.mean(shares))

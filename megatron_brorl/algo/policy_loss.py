@@ -143,7 +143,7 @@ class PolicyTokens:
     rollout_log_probs: Tensor  # [R], from the rollout engine
     advantages: Tensor  # [R]
     weights: Tensor  # [R], see token_weights; a token of weight 0 is masked, and its other values may be NaN
-    old_log_probs: Tensor | None = None  # [R]; None: the actor has not moved since, so that the ratio is 1
+    old_log_probs: Tensor | None = None  # [R]; None: the actor has the weights of pi_old, so the ratio is 1
     reference_log_probs: Tensor | None = None  # [R]; required if kl_coef is not 0
     sequences: Tensor | None = None  # [R] int64, the index of the sequence; required if settings.of_sequences
 
@@ -189,7 +189,7 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
     """
     detached = log_probs.detach(), entropy.detach()
     live = tokens.weights != 0
-    own = _own_objective(log_probs, entropy, tokens, live, settings) if is_function(settings.policy_loss) else None
+    custom = _user_objective(log_probs, entropy, tokens, live, settings) if is_function(settings.policy_loss) else None
 
     # Masked tokens are removed, not multiplied by 0, because their values may be NaN.
     log_probs = log_probs[live]
@@ -201,7 +201,7 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
     old = current if tokens.old_log_probs is None else tokens.old_log_probs
     log_ratio = log_probs - old
     if settings.ratio == "sequence":
-        # Replace each by the mean over its sequence.
+        # Replace each token's log-ratio by the mean over its sequence.
         _, index, count = _sequences(tokens).unique(return_inverse=True, return_counts=True)
         sums = torch.zeros(len(count), dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, index, log_ratio)
         log_ratio = (sums / count)[index]
@@ -209,7 +209,7 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
     ratio = log_ratio.exp()
 
     # The importance weight corrects for the difference between engine and trainer. Neither policy is trained here.
-    objective = own or POLICY_LOSSES[settings.policy_loss].formula(ratio, tokens.advantages, settings)
+    objective = custom or POLICY_LOSSES[settings.policy_loss].formula(ratio, tokens.advantages, settings)
     value = objective.value
     if settings.is_cap:
         # The difference of two infinities would be NaN.
@@ -240,18 +240,18 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
             distance,
             ratio,
             entropy,
-            live[live],
+            live[live],  # 1 per token
         )
         totals = [x.detach().double().sum() for x in per_token]
         maxima = [x.detach().double().max() if len(x) else totals[0].new_zeros(()) for x in (ratio, distance)]
     return PolicyLoss(loss, *detached, torch.stack(totals + maxima))
 
 
-def _own_objective(
+def _user_objective(
     log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, live: Tensor, settings: PolicyLossSettings
 ) -> Objective:
     """Return minus the loss that a function of the user gives to each live token. Raises UserError if it fails."""
-    none = torch.zeros_like(live[live])
+    none = torch.zeros_like(live[live])  # false for each live token
     if not len(none):
         return Objective(log_probs[live], none, none, none)
     inputs = {
@@ -265,7 +265,7 @@ def _own_objective(
     loss = function(log_probs.shape, "a loss per token", **inputs, mask=live, sequence=sequence)
     if log_probs.requires_grad and not loss.requires_grad:
         function.refuse("returned a loss without gradient: compute it from log_probs or entropy, without detach()")
-    for token in (live & ~loss.isfinite() & log_probs.isfinite()).nonzero().flatten()[:1].tolist():
+    for token in (live & ~loss.isfinite() & log_probs.isfinite()).nonzero().flatten()[:1].tolist():  # the first, if any
         values = ", ".join(f"{name} {float(x[token]):g}" for name, x in inputs.items())
         function.refuse(f"returned {float(loss[token]):g} for a token with {values}")
     return Objective(-loss[live].to(log_probs.dtype), none, none, none)

@@ -14,7 +14,7 @@ import numpy as np
 
 Bounds = tuple[float, float]
 SHARE: Bounds = (0.0, 1.0)
-SHARES: Bounds = (-1.0, 1.0)  # of the difference of two shares
+SHARES: Bounds = (-1.0, 1.0)  # bounds of the difference of two shares
 RESAMPLES = 2000  # of the prompts, for a bootstrap interval
 
 
@@ -61,12 +61,12 @@ def bootstrap_mean_of_means(
 
     generator = np.random.Generator(np.random.Philox(key=seed % 2**64))
     # A few resamples at a time, so that memory does not grow with resamples * prompts. The draws of groups alternate.
-    most = 1 if len(arrays) > 1 else 1 + 2**16 // arrays[0].size
+    batch_size = 1 if len(arrays) > 1 else 1 + 2**16 // arrays[0].size
     means: list[float] = []
     while len(means) < resamples:
-        rows = min(most, resamples - len(means))
-        of_groups = [x[generator.integers(x.size, size=(rows, x.size))].mean(axis=1) for x in arrays]
-        means += np.stack(of_groups, axis=1).mean(axis=1).tolist()
+        rows = min(batch_size, resamples - len(means))
+        group_means = [x[generator.integers(x.size, size=(rows, x.size))].mean(axis=1) for x in arrays]
+        means += np.stack(group_means, axis=1).mean(axis=1).tolist()
     low, high = np.percentile(means, [2.5, 97.5])
 
     for x in arrays:
@@ -105,7 +105,7 @@ def paired(
     n = len(d)
     mean = float(d.mean())
     error = float(d.std(ddof=1)) / math.sqrt(n)
-    t = mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
+    t = mean / error if error else (math.copysign(math.inf, mean) if mean else 0.0)
     return Paired(
         difference=bootstrap_mean(d.tolist(), resamples, seed, bounds),
         t=t,

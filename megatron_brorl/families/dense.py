@@ -8,14 +8,14 @@ from typing import Any
 from megatron_brorl.families.family import ModelFamily, Parameter, Requirement, one_rope
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, "vocab")
-FINAL_NORM = Parameter("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, "whole", "ones")
-HEAD = Parameter("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, "vocab")
+FINAL_NORM = Parameter("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, "whole", init="ones")
+HEAD = Parameter("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, layout="vocab")
 
 ATTENTION_NORM = Parameter(
     "input_layernorm.weight",
     {"input_layernorm.weight": ("hidden",)},
-    "whole",
-    "ones",
+    layout="whole",
+    init="ones",
     fused="self_attention.linear_qkv.layer_norm_weight",
 )
 QKV = Parameter(
@@ -25,32 +25,32 @@ QKV = Parameter(
         "self_attn.k_proj.weight": ("kv", "hidden"),
         "self_attn.v_proj.weight": ("kv", "hidden"),
     },
-    "qkv",
+    layout="qkv",
 )
 QKV_BIAS = Parameter(
     "self_attention.linear_qkv.bias",
     {"self_attn.q_proj.bias": ("q",), "self_attn.k_proj.bias": ("kv",), "self_attn.v_proj.bias": ("kv",)},
-    "qkv",
-    "zeros",
+    layout="qkv",
+    init="zeros",
 )
-Q_NORM = Parameter("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head",)}, "whole", "ones")
-K_NORM = Parameter("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head",)}, "whole", "ones")
+Q_NORM = Parameter("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head",)}, "whole", init="ones")
+K_NORM = Parameter("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head",)}, "whole", init="ones")
 ATTENTION_OUT = Parameter(
-    "self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, "columns", "residual"
+    "self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, layout="columns", init="residual"
 )
 MLP_NORM = Parameter(
     "pre_mlp_layernorm.weight",
     {"post_attention_layernorm.weight": ("hidden",)},
-    "whole",
-    "ones",
+    layout="whole",
+    init="ones",
     fused="mlp.linear_fc1.layer_norm_weight",
 )
 GATE_UP = Parameter(
     "mlp.linear_fc1.weight",
     {"mlp.gate_proj.weight": ("ffn", "hidden"), "mlp.up_proj.weight": ("ffn", "hidden")},
-    "gate_up",
+    layout="gate_up",
 )
-DOWN = Parameter("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "ffn")}, "columns", "residual")
+DOWN = Parameter("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "ffn")}, "columns", init="residual")
 
 
 UNQUANTIZED = Requirement("quantization_config", (None, {}), "train from an unquantized checkpoint")

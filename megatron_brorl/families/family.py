@@ -46,15 +46,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A key of config.json that must have one of these values. A missing key counts as the first one."""
+    """A key of config.json that must have one of `values`. A missing key counts as the first of them."""
 
     key: str
     values: tuple[Any, ...]
     why: str
 
 
-MOST = 2**31  # largest size
-_LARGEST = 1e30  # largest factor; float32 ends at 3.4e38
+MOST = 2**31  # largest int of a config.json
+_LARGEST = 1e30  # largest float of a config.json; float32 ends at 3.4e38
 
 
 def positive(value: Any, default: float, where: str) -> float:
@@ -115,9 +115,9 @@ class ModelFamily:
     final_norm: Parameter
     head: Parameter  # absent if it is tied to the embedding
 
-    def find(self, part: Parameter) -> Parameter | None:
-        """Return the layer's parameter with the Megatron name of `part`, or None. Its Hugging Face names may differ."""
-        return next((p for p in self.layer if p.megatron == part.megatron), None)
+    def find(self, parameter: Parameter) -> Parameter | None:
+        """Return the layer's parameter with the same Megatron name, or None. The Hugging Face names may differ."""
+        return next((p for p in self.layer if p.megatron == parameter.megatron), None)
 
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
@@ -135,8 +135,8 @@ def one_rope(config: ConfigJson) -> Mapping[str, Any]:
     if any(kind != "full_attention" for kind in kinds):
         raise UserError(f"{config.where}: layer_types = {shown(kinds)} is not supported: only full_attention")
     key = "rope_scaling" if config.get("rope_scaling", dict, {}) else "rope_parameters"
-    older = config.get("rope_theta", float, 10000.0)
-    theta, scaling = read_rope(config, config.get(key, dict, {}), key, older, SCALINGS)
+    default_theta = config.get("rope_theta", float, 10000.0)
+    theta, scaling = read_rope(config, config.get(key, dict, {}), key, default_theta, SCALINGS)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -152,13 +152,13 @@ def read_rope(
     rope = dict(rope)
     theta = positive(rope.pop("rope_theta", None), theta, f"{config.where}: {name}.rope_theta")
     # Earlier versions called the type "type".
-    older = rope.pop("type", None)
-    kind = rope.setdefault("rope_type", older or "default")
+    kind_by_old_key = rope.pop("type", None)
+    kind = rope.setdefault("rope_type", kind_by_old_key or "default")
     _check(config, rope, name, supported)
     if kind == "default":
         return theta, None
 
-    # The context of pretraining may be in three places; transformers uses the first.
+    # The context of pretraining may be in three places; transformers uses the first that is set.
     if kind in ("llama3", "yarn"):
         original = config.raw.get(_ORIGINAL) or rope.get(_ORIGINAL)
         rope[_ORIGINAL] = original or config.get("max_position_embeddings", int)

@@ -19,13 +19,14 @@ from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, R
 POST_ATTENTION_NORM = Parameter(
     "self_attention.linear_proj.post_layernorm.weight",
     {"post_attention_layernorm.weight": ("hidden",)},
-    "whole",
-    "zeros",
+    layout="whole",
+    init="zeros",
 )
 POST_MLP_NORM = Parameter(
-    "mlp.linear_fc2.post_layernorm.weight", {"post_feedforward_layernorm.weight": ("hidden",)}, "whole", "zeros"
+    "mlp.linear_fc2.post_layernorm.weight", {"post_feedforward_layernorm.weight": ("hidden",)}, "whole", init="zeros"
 )
-_KINDS = ("sliding_attention", "full_attention")
+_LOCAL = "sliding_attention"  # a value of layer_types
+_FULL = "full_attention"  # the other value
 
 
 def _rest(config: ConfigJson) -> Mapping[str, Any]:
@@ -34,22 +35,21 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
 
     # Find the local layers. Earlier versions of transformers wrote only the interval between full layers.
     every = config.get("sliding_window_pattern", int, 6)
-    kinds = config.get("layer_types", list, []) or [_KINDS[(i + 1) % every == 0] for i in range(layers)]
+    kinds = config.get("layer_types", list, []) or [_LOCAL if (i + 1) % every else _FULL for i in range(layers)]
     # A guess for a missing layer would rotate it wrongly without any error.
-    if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
-        raise UserError(f"{config.where}: layer_types = {shown(kinds)}: must name {' or '.join(_KINDS)} for each layer")
-    local = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
+    if len(kinds) != layers or not all(kind in (_LOCAL, _FULL) for kind in kinds):
+        raise UserError(f"{config.where}: layer_types = {shown(kinds)}: must name {_LOCAL} or {_FULL} for each layer")
+    local = tuple(i for i, kind in enumerate(kinds) if kind == _LOCAL)
 
     # Local layers are never scaled, full layers at most linearly. rope_scaling overrides keys of the full layers.
-    # A base outside of the objects is the default.
+    # A base outside of the rope objects is the default.
     ropes = ConfigJson(config.get("rope_parameters", dict, {}), config.where)
-    full = {**ropes.get(_KINDS[1], dict, {}), **config.get("rope_scaling", dict, {})}
-    theta, scaling = read_rope(config, full, _KINDS[1], config.get("rope_theta", float, 1e6), ("default", "linear"))
+    full = {**ropes.get(_FULL, dict, {}), **config.get("rope_scaling", dict, {})}
+    theta, scaling = read_rope(config, full, _FULL, config.get("rope_theta", float, 1e6), ("default", "linear"))
     base = config.get("rope_local_base_freq", float, 1e4)
-    local_theta, _ = read_rope(config, ropes.get(_KINDS[0], dict, {}), _KINDS[0], base, ("default",))
+    local_theta, _ = read_rope(config, ropes.get(_LOCAL, dict, {}), _LOCAL, base, ("default",))
 
     context = config.get("max_position_embeddings", int)
-
     # The scale of attention scores does not follow from head_dim.
     scalar = positive(config.raw.get("query_pre_attn_scalar"), 256.0, f"{config.where}: query_pre_attn_scalar")
     return {

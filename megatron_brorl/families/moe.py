@@ -10,7 +10,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families import dense
 from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement, one_rope
 
-ROUTER = Parameter("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, "whole")
+ROUTER = Parameter("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, layout="whole")
 # Parameters of one expert, which is on one rank as a whole.
 EXPERT_GATE_UP = Parameter(
     "mlp.experts.local_experts.{expert}.linear_fc1.weight",
@@ -18,13 +18,13 @@ EXPERT_GATE_UP = Parameter(
         "mlp.experts.{expert}.gate_proj.weight": ("ffn", "hidden"),
         "mlp.experts.{expert}.up_proj.weight": ("ffn", "hidden"),
     },
-    "whole",
+    layout="whole",
 )
 EXPERT_DOWN = Parameter(
     "mlp.experts.local_experts.{expert}.linear_fc2.weight",
     {"mlp.experts.{expert}.down_proj.weight": ("hidden", "ffn")},
-    "whole",
-    "residual",
+    layout="whole",
+    init="residual",
 )
 # The shared expert of Qwen2-MoE computes every token. Its gate scales its output.
 SHARED_GATE_UP = replace(
@@ -59,10 +59,10 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     }
 
 
-def _layer(of: ModelFamily, *shared: Parameter) -> tuple[Parameter, ...]:
-    """Return the parameters of a dense family's layer with experts in place of the MLP."""
+def _layer(dense_family: ModelFamily, *shared: Parameter) -> tuple[Parameter, ...]:
+    """Return a dense family's layer with experts in place of the MLP. shared: parameters of a shared expert."""
     return (
-        *(p for p in of.layer if p not in (dense.MLP_NORM, dense.GATE_UP, dense.DOWN)),
+        *(p for p in dense_family.layer if p not in (dense.MLP_NORM, dense.GATE_UP, dense.DOWN)),
         replace(dense.MLP_NORM, fused=""),  # The router needs the normed input, so no linear layer contains the norm.
         ROUTER,
         EXPERT_GATE_UP,

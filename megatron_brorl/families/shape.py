@@ -50,10 +50,10 @@ class ModelShape:
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     local_layers: tuple[int, ...] | None = None  # layers with a rotation of their own
     local_rope_theta: float | None = None  # base of that rotation, which is never scaled
-    experts: int = 0  # of each layer; 0: a dense MLP
+    experts: int = 0  # number in each layer; 0: a dense MLP
     chosen_experts: int = 0  # experts that compute a token
     norm_topk_prob: bool = False  # whether the weights of a token's experts are divided by their sum
-    shared_ffn: int = 0  # of the expert that computes every token; 0: none
+    shared_ffn: int = 0  # intermediate size of the expert that computes every token; 0: none
 
     @property
     def model_family(self) -> ModelFamily:
@@ -83,8 +83,8 @@ class ModelShape:
     @property
     def is_llama_like(self) -> bool:
         """Return whether the layers are Llama's, apart from biases, head norms and experts, as fused layers require."""
-        others = self.activation, self.embedding_scale, self.attention_scale, self.local_layers
-        return others == (None,) * 4 and not self.zero_centred_norms and not self.post_norms
+        differences = self.activation, self.embedding_scale, self.attention_scale, self.local_layers
+        return differences == (None,) * 4 and not self.zero_centred_norms and not self.post_norms
 
     @property
     def of_local_layers(self) -> ModelShape:

@@ -21,8 +21,8 @@ MIN_TE_VERSION = (2, 9)
 def problem(config: Fp8Config, shape: ModelShape, tp_size: int, capability: tuple[int, int], cuda: str, te: str) -> str:
     """Return why the recipe cannot be used and which key to change, or "".
 
-    capability: that of the GPU. cuda, te: versions of CUDA and Transformer Engine. The requirements are those of
-    transformer_engine.pytorch.quantization, 2.20.
+    capability: the GPU's compute capability. cuda, te: versions of CUDA and Transformer Engine. The requirements are
+    those of transformer_engine.pytorch.quantization, 2.20.
     """
     gpu = "{}.{}".format(*capability)
     if Version(te).release < MIN_TE_VERSION:

@@ -118,7 +118,7 @@ class Actor(GPTModel):
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         """Scale the embeddings (Gemma 3), and give Transformer Engine's layers their rotation angles."""
-        prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)  # embeddings, angles
         if self.pre_process and self.shape.embedding_scale is not None:
             prepared = (prepared[0] * prepared[0].new_tensor(self.shape.embedding_scale), *prepared[1:])
         if self.pre_process:

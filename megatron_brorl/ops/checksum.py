@@ -10,7 +10,7 @@ from torch import Tensor
 
 _COLUMNS = 1024  # 8-byte words per row
 _ROWS = 128  # rows summed at a time on a CPU: 1 MiB
-_SIGN = 1 << 63
+_SIGN = 1 << 63  # sign bit of a word
 
 
 class ChecksummedTensor(tuple[str, Tensor]):
@@ -32,9 +32,9 @@ def checksum(name: str, tensor: Tensor) -> Tensor:
     changed places. It guards against accidents, not against an adversary.
     """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
-    missing = -len(data) % (8 * _COLUMNS)
-    if missing or data.storage_offset() % 8:  # words must be aligned
-        data = torch.cat((data, data.new_zeros(missing)))
+    padding = -len(data) % (8 * _COLUMNS)
+    if padding or data.storage_offset() % 8:  # words must be aligned
+        data = torch.cat((data, data.new_zeros(padding)))
 
     # On a CPU, both sums of a few rows are taken while they are in the cache.
     words = data.view(torch.int64).view(-1, _COLUMNS)

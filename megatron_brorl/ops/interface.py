@@ -41,7 +41,7 @@ class RowPages:
 
     tables: Tensor  # [B, n] int32: the pages of the row's own tokens
     lengths: Tensor  # [B] int64: own tokens, the new one included
-    prompts: Tensor  # [B] int64: the row's prompt; ascending if DecodeOps.contiguous, else fastest if so
+    prompts: Tensor  # [B] int64: the row's prompt; must ascend if DecodeOps.contiguous; ascending is fastest otherwise
     prompt_tables: Tensor  # [S, n] int32
     prompt_lengths: Tensor  # [S] int64
     largest_group: int = 0  # maximum number of rows of a prompt; only read if DecodeOps.contiguous

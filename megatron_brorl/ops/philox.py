@@ -13,8 +13,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85  # added to the key in every round
 _MASK = 0xFFFFFFFF
 
 

@@ -58,6 +58,7 @@ def _llama3(inv_freq: Tensor, s: dict[str, float]) -> Tensor:
     slow = inv_freq / s["factor"]
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * slow + smooth * inv_freq
+    # Long wavelengths are interpolated, short ones keep their frequency, and those in between are blended.
     scaled = torch.where(wavelength > original / low, slow, inv_freq)
     medium = (wavelength >= original / high) & (wavelength <= original / low)
     return torch.where(medium, blended, scaled)
@@ -65,7 +66,6 @@ def _llama3(inv_freq: Tensor, s: dict[str, float]) -> Tensor:
 
 def _yarn(inv_freq: Tensor, s: dict[str, float], shape: ModelShape) -> tuple[Tensor, float]:
     original = s["original_max_position_embeddings"]
-    # If the factor is null, it is the ratio of the two contexts.
     factor = shape.context / original if s["factor"] is None else s["factor"]
 
     # sqrt(1 / t) of section 3.4, the factor on cos and sin; 1 if the context is not extended.

@@ -32,12 +32,12 @@ COLUMNS = ("step", "q_pos", "improved_share", "worst_drop", "measured", *PREDICT
 _BETA1 = 0.9
 _BETA2 = 0.999
 _CORRECT_LOGIT = 3.0  # initial logit of the correct tokens
-_ANCHOR_LOGIT = 5.0  # initial logit of the first of them
+_ANCHOR_LOGIT = 5.0  # initial logit of the first correct token
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a simulation. The paper states those up to `lr`."""
+    """Settings of a simulation. The paper gives the values of the fields up to `lr`."""
 
     vocabulary: int = field(default=128_000, metadata={"help": "tokens of the softmax"})
     correct: int = field(default=10_000, metadata={"help": "correct tokens, the first of the vocabulary"})
@@ -90,17 +90,17 @@ def simulate(n: int, seed: int, settings: Settings) -> Curves:
     if n < 1:
         raise UserError(f"N = {n}: must be at least 1")
     s = settings
-    c = s.correct
+    c = s.correct  # tokens 0 ... c - 1 are correct
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
     z = np.zeros(s.vocabulary)  # logits [V]
     z[:c] = _CORRECT_LOGIT
     z[0] = _ANCHOR_LOGIT
     p = _softmax(z)  # [V]
-    start = p[:c].copy()
+    initial = p[:c].copy()
     optimizer = _Optimizer(s)
     q = float(p[:c].sum(dtype=np.float64))  # Q_pos
     rows = np.zeros((s.steps + 1, len(COLUMNS)))
-    rows[0, 1] = q
+    rows[0, COLUMNS.index("q_pos")] = q
 
     for step in range(1, s.steps + 1):
         tokens, counts = _draw(p, n, rng)
@@ -108,19 +108,19 @@ def simulate(n: int, seed: int, settings: Settings) -> Curves:
         weights = counts * (rewards - float(counts @ rewards) / n)
         drawn = p[tokens]
 
-        # The gradient of L is slope * p_j on every logit, plus `own` on the drawn ones.
-        own = -weights * drawn / n
+        # The gradient of L is slope * p_j on every logit, plus `drawn_gradient` on the logits of drawn tokens.
+        drawn_gradient = -weights * drawn / n
         slope = float(weights @ drawn) / n
-        predicted = _terms(p, q, tokens, own, slope, s)
-        parts = optimizer.step(z, p, q, tokens, own, slope)
+        predicted = _terms(p, q, tokens, drawn_gradient, slope, s)
+        moved = optimizer.step(z, p, q, tokens, drawn_gradient, slope)
 
         p = _softmax(z)
-        now = float(p[:c].sum(dtype=np.float64))
-        drop = float((p[:c] - start).min())
-        improved = float((p[:c] > start).mean())
-        rows[step] = (step, now, improved, drop, now - q, *predicted, *parts)
+        new_q = float(p[:c].sum(dtype=np.float64))
+        drop = float((p[:c] - initial).min())
+        improved = float((p[:c] > initial).mean())
+        rows[step] = (step, new_q, improved, drop, new_q - q, *predicted, *moved)
 
-        q = now
+        q = new_q
     return Curves(n, seed, rows)
 
 
@@ -140,12 +140,12 @@ def _draw(p: Floats, n: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
     return tokens[first], np.diff(first, append=n)
 
 
-def _terms(p: Floats, q: float, tokens: Floats, own: Floats, slope: float, s: Settings) -> tuple[float, float, float]:
+def _terms(p: Floats, q: float, tokens: Floats, drawn_gradient: Floats, slope: float, s: Settings) -> tuple[float, ...]:
     """Return the parts of the change of Q_pos by one plain gradient step: drawn right, drawn wrong and undrawn."""
     c = s.correct
     drawn = p[tokens]
     right = tokens < c
-    gain = drawn * np.where(right, 1 - q, -q) * -s.lr * (own + slope * drawn)
+    gain = drawn * np.where(right, 1 - q, -q) * -s.lr * (drawn_gradient + slope * drawn)
     square = drawn * drawn
     undrawn_right = float(p[:c] @ p[:c]) - float(square[right].sum())
     undrawn_wrong = float(p[c:] @ p[c:]) - float(square[~right].sum())
@@ -159,10 +159,10 @@ class _Optimizer:
     def __init__(self, s: Settings) -> None:
         self.s = s
         self.t = 0
-        self.first, self.undrawn, self.second = (np.zeros(s.vocabulary) for _ in range(3))
+        self.first, self.first_of_undrawn, self.second = (np.zeros(s.vocabulary) for _ in range(3))  # moments
 
     def step(
-        self, z: Floats, p: Floats, q: float, tokens: Floats, own: Floats, slope: float
+        self, z: Floats, p: Floats, q: float, tokens: Floats, drawn_gradient: Floats, slope: float
     ) -> tuple[float, float, float, float]:
         """Update z [V] in place and return the parts of the first-order change of Q_pos, in the order of MOVED."""
         s = self.s
@@ -170,13 +170,13 @@ class _Optimizer:
         self.t += 1
         beta1, beta2 = (_BETA1, _BETA2) if s.optimizer == "adamw" else (0.0, 0.0)
 
-        # First moments of all gradients, and of those of undrawn tokens.
+        # Update the first moments of all gradients, and those of the gradients of undrawn tokens.
         gradient = slope * p  # [V]
-        part = (1 - beta1) * gradient
-        part[tokens] = 0
-        self.undrawn *= beta1
-        self.undrawn += part
-        gradient[tokens] += own
+        undrawn_gradient = (1 - beta1) * gradient
+        undrawn_gradient[tokens] = 0
+        self.first_of_undrawn *= beta1
+        self.first_of_undrawn += undrawn_gradient
+        gradient[tokens] += drawn_gradient
         self.first *= beta1
         self.first += (1 - beta1) * gradient
 
@@ -203,10 +203,11 @@ class _Optimizer:
 
         z += scale * self.first
 
-        # Sums of p dz over each class, for the whole step and for the part from undrawn tokens.
+        # Sum p dz over right and over wrong tokens, for the whole step and for its part from undrawn tokens (idle).
         scale *= p
-        right, wrong = (float(scale[part] @ self.first[part]) for part in (slice(c), slice(c, None)))
-        idle_right, idle_wrong = (float(scale[part] @ self.undrawn[part]) for part in (slice(c), slice(c, None)))
+        right_and_wrong = slice(c), slice(c, None)
+        right, wrong = (float(scale[members] @ self.first[members]) for members in right_and_wrong)
+        idle_right, idle_wrong = (float(scale[members] @ self.first_of_undrawn[members]) for members in right_and_wrong)
 
         # To first order dQ_pos = (1 - Q) sum of p dz over right tokens - Q sum of p dz over wrong ones.
         undrawn = (1 - q) * idle_right - q * idle_wrong
@@ -219,10 +220,10 @@ def write_csv(path: Path, curves: Sequence[Curves], every: int) -> None:
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["N", "seed", *COLUMNS])
-        for c in curves:
-            last = len(c.values) - 1
-            sums = np.cumsum(c.values[:, changes:], axis=0)
+        for curve in curves:
+            last = len(curve.values) - 1
+            sums = np.cumsum(curve.values[:, changes:], axis=0)
             marks = sorted({*range(0, last + 1, every), last})
             for mark, previous in zip(marks, [0, *marks], strict=False):
-                row = [*c.values[mark, 1:changes], *(sums[mark] - sums[previous])]
-                writer.writerow([c.n, c.seed, mark, *(f"{float(x):.9g}" for x in row)])
+                row = [*curve.values[mark, 1:changes], *(sums[mark] - sums[previous])]
+                writer.writerow([curve.n, curve.seed, mark, *(f"{float(x):.9g}" for x in row)])

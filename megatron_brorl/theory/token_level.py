@@ -17,15 +17,15 @@ class TokenLevel:
     """
 
     siblings: Tensor  # exact: n, rollouts that share the prefix
-    success: Tensor  # estimate: Q, their mean reward
+    success: Tensor  # estimate: Q, the mean reward of these rollouts
     unsampled_mass: Tensor  # exact: sum of p over tokens that no sibling drew
-    unsampled_2: Tensor  # exact: sum of p^2 over them
+    unsampled_2: Tensor  # exact: U_2 = sum of p^2 over tokens that no sibling drew
     s_r: Tensor  # exact: S_R = sum of (value - Q) p over drawn tokens
     a2: Tensor  # exact: sum of p^2 over drawn tokens with a value above Q
     b2: Tensor  # exact: sum of p^2 over drawn tokens with a value below Q
     sampled: Tensor  # estimate: change of Q by BroRL's surrogate from tokens that half of the siblings drew
     unsampled_low: Tensor  # bound: lower end of the change of Q from undrawn tokens
-    unsampled_high: Tensor  # bound: its upper end
+    unsampled_high: Tensor  # bound: upper end of the change of Q from undrawn tokens
     policy_gradient: Tensor  # estimate: change of Q by REINFORCE with the group mean, which moves no undrawn logit
 
 
@@ -49,26 +49,26 @@ def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor)
     size, vocabulary = logits.shape
     p = torch.softmax(logits.double(), -1)  # [S, V]
     pair, inverse = torch.unique(position * vocabulary + token, return_inverse=True)  # distinct (position, token)
-    where = pair // vocabulary
-    column = pair % vocabulary
-    draws = _Draws(position, where, inverse, reward.double(), size)
-    number = draws.of_tokens(torch.ones_like(draws.reward))
+    pair_position = pair // vocabulary
+    pair_token = pair % vocabulary
+    draws = _Draws(position, pair_position, inverse, reward.double(), size)
+    draw_count = draws.sum_by_pair(torch.ones_like(draws.reward))
 
-    n = draws.of_positions(number)
+    n = draws.sum_by_position(draw_count)
     if bool((n == 0).any()):
         raise ValueError("token_level: every position needs at least one draw")
-    q = draws.of_positions(draws.reward, position) / n
+    q = draws.sum_by_position(draws.reward, position) / n
 
     undrawn = torch.ones_like(p)
-    better = torch.zeros_like(p)
-    undrawn[where, column] = 0
-    better[where, column] = draws.of_tokens(draws.reward) / number - q[where]
+    weight = torch.zeros_like(p)  # R_j of the drawn tokens
+    undrawn[pair_position, pair_token] = 0
+    weight[pair_position, pair_token] = draws.sum_by_pair(draws.reward) / draw_count - q[pair_position]
     square = p * p
     unsampled_2 = (square * undrawn).sum(-1)
-    s_r = (better * p).sum(-1)
+    s_r = (weight * p).sum(-1)
     ends = torch.stack([-s_r * (1 - q), s_r * q]) * unsampled_2 / n  # for f = 0 and f = 1 on every undrawn token
 
-    surrogate = _surrogate_change(draws, p[where, column]) / n
+    surrogate = _surrogate_change(draws, p[pair_position, pair_token]) / n
     reinforce = (n - 1) / n * _squared_covariance(draws, draws.reward - q[position], n)
     return TokenLevel(
         siblings=n,
@@ -76,8 +76,8 @@ def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor)
         unsampled_mass=(p * undrawn).sum(-1),
         unsampled_2=unsampled_2,
         s_r=s_r,
-        a2=(square * (better > 0)).sum(-1),
-        b2=(square * (better < 0)).sum(-1),
+        a2=(square * (weight > 0)).sum(-1),
+        b2=(square * (weight < 0)).sum(-1),
         sampled=torch.where(n < 4, torch.nan, surrogate),
         unsampled_low=ends.amin(0),
         unsampled_high=ends.amax(0),
@@ -90,19 +90,19 @@ class _Draws:
     """M draws at S positions with K distinct (position, token) pairs."""
 
     position: Tensor  # [M] int64
-    where: Tensor  # [K] int64, the position of each pair
+    pair_position: Tensor  # [K] int64, the position of each pair
     pair: Tensor  # [M] int64, the pair of each draw
     reward: Tensor  # [M] float64
     size: int  # S
 
-    def of_tokens(self, values: Tensor) -> Tensor:
+    def sum_by_pair(self, values: Tensor) -> Tensor:
         """Sum values [M] over the draws of each pair, [K]."""
-        return torch.zeros(len(self.where), dtype=torch.float64).index_add(0, self.pair, values)
+        return torch.zeros(len(self.pair_position), dtype=torch.float64).index_add(0, self.pair, values)
 
-    def of_positions(self, values: Tensor, where: Tensor | None = None) -> Tensor:
-        """Sum values over each position, [S]; where: the position of each value, by default values [K] of pairs."""
-        where = self.where if where is None else where
-        return torch.zeros(self.size, dtype=torch.float64).index_add(0, where, values)
+    def sum_by_position(self, values: Tensor, position: Tensor | None = None) -> Tensor:
+        """Sum values by position, [S]. position: of each value; None if the values [K] belong to the pairs."""
+        position = self.pair_position if position is None else position
+        return torch.zeros(self.size, dtype=torch.float64).index_add(0, position, values)
 
     def halves(self) -> Tensor:
         """Assign the draws of every position to halves 0 and 1 in turn, [M]."""
@@ -122,20 +122,20 @@ def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
     assignments of the halves.
     """
     half = draws.halves()
-    sums = draws.of_positions
+    sums = draws.sum_by_position
     steps = []
     worths = []
     for h in (0, 1):
         in_half = (half == h).double()
-        count = draws.of_tokens(in_half)
-        earned = draws.of_tokens(in_half * draws.reward)
+        count = draws.sum_by_pair(in_half)
+        earned = draws.sum_by_pair(in_half * draws.reward)
         n = sums(count)
-        mean = (sums(earned) / n)[draws.where]
-        worths.append((earned - count * mean) / (n - 1)[draws.where])
+        mean = (sums(earned) / n)[draws.pair_position]
+        worths.append((earned - count * mean) / (n - 1)[draws.pair_position])
         # The surrogate does not move tokens that this half did not draw.
-        better = torch.where(count > 0, earned / count.clamp(min=1) - mean, 0.0)
-        s_r = sums(better * p)[draws.where]
-        steps.append(torch.where(count > 0, p * (better - s_r), 0.0))
+        weight = torch.where(count > 0, earned / count.clamp(min=1) - mean, 0.0)
+        s_r = sums(weight * p)[draws.pair_position]
+        steps.append(torch.where(count > 0, p * (weight - s_r), 0.0))
     return sums(worths[0] * steps[1] + worths[1] * steps[0]) / 2
 
 
@@ -146,15 +146,15 @@ def _squared_covariance(draws: _Draws, centred: Tensor, n: Tensor) -> Tensor:
     without their diagonals. It equals the mean, over all splits of the siblings into halves, of the product of the two
     halves' covariances. centred [M]: rewards minus the position's mean; n [S]: siblings.
     """
-    sums = draws.of_positions
-    count = draws.of_tokens(torch.ones_like(centred))
-    second = draws.of_tokens(centred.square())
-    # tr(K L), the sums of K, L and K L, all from sums over tokens. The sum of L is the sum of -centred^2.
-    both = sums(draws.of_tokens(centred).square() - second)
-    spread = sums(second)
-    same = sums(count * (count - 1))
-    mixed = -sums((count - 1) * second)
-    return (both - same * spread / ((n - 1) * (n - 2)) - 2 * mixed / (n - 2)) / (n * (n - 3))
+    sums = draws.sum_by_position
+    count = draws.sum_by_pair(torch.ones_like(centred))
+    second = draws.sum_by_pair(centred.square())
+    # tr(K L) and the sums of K, L and K L follow from sums over tokens. The sum of L is that of -centred^2.
+    trace_kl = sums(draws.sum_by_pair(centred).square() - second)
+    minus_sum_l = sums(second)
+    sum_k = sums(count * (count - 1))
+    sum_kl = -sums((count - 1) * second)
+    return (trace_kl - sum_k * minus_sum_l / ((n - 1) * (n - 2)) - 2 * sum_kl / (n - 2)) / (n * (n - 3))
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,11 @@ def draw_positions(tokens: Tensor, uniforms: Tensor, sampled: Tensor | None = No
     sampled = tokens >= 0 if sampled is None else sampled
     candidates = (shared & sampled).nonzero()
     if not len(candidates):
-        none = torch.zeros(0, dtype=torch.int64)
-        return Positions(none, none, torch.zeros(0, len(tokens), dtype=torch.bool), 0)
+        empty = torch.zeros(0, dtype=torch.int64)
+        return Positions(empty, empty, torch.zeros(0, len(tokens), dtype=torch.bool), shared=0)
     sibling, depth = candidates[(uniforms * len(candidates)).long()].unbind(1)
-    same = nodes[:, depth] == nodes[sibling, depth]
-    return Positions(sibling, depth, (same & sampled[:, depth]).t(), len(candidates))
+    same_prefix = nodes[:, depth] == nodes[sibling, depth]
+    return Positions(sibling, depth, (same_prefix & sampled[:, depth]).t(), len(candidates))
 
 
 def _prefixes(tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> d
     2 <= h < N. Returns (mean over groups, low, high) [3, H] by key. `low` and `high` are the ends of the 95% interval
     over draws of siblings for fixed prompts.
 
-    h is the number of held-out siblings, m = N - h that of the others, p the probability of an outcome, and c_j the
+    h siblings are held out and m = N - h others remain. p is the probability of an outcome, and c_j is the
     number of the N siblings with outcome j. Each mean is an unbiased estimate of its expectation over m fresh siblings:
       "unsampled_mass": sum of p (1 - p)^m over all outcomes
       "u_pos2": sum of p^2 (1 - p)^m over right outcomes
@@ -84,13 +84,13 @@ def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> d
         if sizes.min() < 2 or sizes.max() >= n:
             raise ValueError(f"hold_out: from {n} siblings 2 to {n - 1} can be held out, not {list(held_out)}")
         counts, right_share = _counts(outcomes, right)
-        single_weights = unseen_weights(counts, n, n - sizes, 1)
-        pair_weights = unseen_weights(counts, n, n - sizes, 2)
+        single_weights = unseen_weights(counts, n, n - sizes, order=1)
+        pair_weights = unseen_weights(counts, n, n - sizes, order=2)
         parts = np.stack([single_weights, pair_weights * right_share, pair_weights * (1 - right_share)])
         sums += np.stack([parts.sum(-1), np.square(parts).sum(-1)], axis=1)
         possible = np.arange(1, n + 1)
-        most = np.stack([unseen_weights(possible, n, n - sizes, order).max(-1) for order in (1, 2)])
-        largest = np.maximum(largest, most)
+        largest_of_group = np.stack([unseen_weights(possible, n, n - sizes, order).max(-1) for order in (1, 2)])
+        largest = np.maximum(largest, largest_of_group)
 
     g = len(groups)
     means = sums[:, 0] / g
@@ -107,7 +107,7 @@ def unseen_weights(counts: Ints, n: int, sampled: Ints, order: int) -> Floats:
     tuples = np.ones(len(counts))
     for i in range(order):
         tuples = tuples * (counts - i) / (n - i)
-    # C(n - c, m) / C(n, m), the probability that m of the n others miss all c; 0 where c < 0.
+    # Of the remaining n siblings, c have outcome k. m random ones miss all c with probability C(n - c, m) / C(n, m).
     n, counts = n - order, counts - order
     logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])  # log of factorials
     m = sampled[:, None]

@@ -41,8 +41,8 @@ def carry_over(
     """Return the groups of a step that are not closed, with this rank's rollouts of them."""
     waiting = [g for g in range(len(groups)) if g not in set(closed)]
     new_index = {g: i for i, g in enumerate(waiting)}
-    kept = [replace(with_own_tensors(r), group=new_index[r.group]) for r in rollouts if r.group in new_index]
-    return CarriedGroups(tuple(groups[g] for g in waiting), tuple(kept))
+    carried = [replace(with_own_tensors(r), group=new_index[r.group]) for r in rollouts if r.group in new_index]
+    return CarriedGroups(tuple(groups[g] for g in waiting), tuple(carried))
 
 
 def with_own_tensors(scored: ScoredRollout) -> ScoredRollout:
@@ -50,8 +50,8 @@ def with_own_tensors(scored: ScoredRollout) -> ScoredRollout:
     r = scored.rollout
     episode = r.episode and replace(r.episode, sampled=r.episode.sampled.clone())
     routes = None if r.routes is None else r.routes.clone()
-    own = replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone(), episode=episode, routes=routes)
-    return replace(scored, rollout=own)
+    copy = replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone(), episode=episode, routes=routes)
+    return replace(scored, rollout=copy)
 
 
 def staleness(rollouts: Sequence[ScoredRollout], version: int) -> dict[str, float]:

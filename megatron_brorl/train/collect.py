@@ -46,7 +46,7 @@ from megatron_brorl.types import PromptGroup, ScoredRollout, TrainingRollout
 SAFETY = 3.0  # margin of a round's size in standard deviations: 1 of 740 rounds keeps too few groups
 MAX_OVERSAMPLE = 4  # largest round, in units of rollout.prompts
 MAX_CARRIED_STEPS = 8  # steps after which an unfinished group is lost
-DECAY = 0.5  # weight of a step's counts one step later
+DECAY = 0.5  # factor on the counts of earlier steps, once per step
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Collector:
         """Sample, score and select groups. Repeat while too few are kept, up to rollout.refills times. Collective.
 
         carried: groups from the previous step. start: where to read prompts. version: of the actor's weights.
-        seconds_left: after these, the groups are not sampled again (train.max_seconds).
+        seconds_left: after this time, no further round is sampled (train.max_seconds).
         Raises UserError if too many rollouts are lost or have no reward.
         """
         config = self.config
@@ -189,8 +189,8 @@ class Collector:
 
         surplus = outcomes.kept[target:] if config.rollout.refills else []
         # carry_over() carries the groups that are not closed.
-        closed, kept = ([g for g in chosen if g not in surplus] for chosen in (outcomes.closed, outcomes.kept))
-        outcomes = replace(outcomes, closed=closed, kept=kept)
+        closed = [g for g in outcomes.closed if g not in surplus]
+        outcomes = replace(outcomes, closed=closed, kept=[g for g in outcomes.kept if g not in surplus])
 
         with timed(seconds, "exchange"), span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
@@ -232,9 +232,9 @@ class Collector:
         rollout = self.config.rollout
         to_begin = list(product(range(len(groups) - new, len(groups)), range(rollout.n)))
         partial = {(r.group, r.rollout.index): r.rollout for r in carried.rollouts if r.rollout.finish == "cut"}
-        per_rank = collectives.all_gather(len(partial)) if rollout.partial_tokens else None
+        partial_per_rank = collectives.all_gather(len(partial)) if rollout.partial_tokens else None
         with span("round"):
-            return self.runner.sample(to_begin, groups, self.sampling, partial, per_rank)
+            return self.runner.sample(to_begin, groups, self.sampling, partial, partial_per_rank)
 
     def _metrics(self, outcomes: Outcomes, counts: Mapping[str, float], lost: float) -> dict[str, float]:
         metrics = {

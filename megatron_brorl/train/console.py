@@ -18,21 +18,21 @@ def after_steps_text(steps: int) -> str:
 
 def evaluation_line(evaluation: dict[str, Any]) -> str:
     """Return pass@1 with its interval, pass@k of the largest k, and the mean reward if it differs from pass@1."""
-    p, more, reward = evaluation["pass_at_1"], widest(evaluation["pass_at_k"]), evaluation["mean_reward"]
-    parts = [f"pass@1 {100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"]
-    if more:
-        parts.append(f"pass@{more[0]} {100 * more[1]:.1f}%")
-    if reward["mean"] != p["mean"]:
+    share, reward = evaluation["pass_at_1"], evaluation["mean_reward"]
+    parts = [f"pass@1 {100 * share['mean']:.1f}% (95% interval {100 * share['low']:.1f} to {100 * share['high']:.1f})"]
+    if k_and_value := widest(evaluation["pass_at_k"]):
+        parts.append(f"pass@{k_and_value[0]} {100 * k_and_value[1]:.1f}%")
+    if reward["mean"] != share["mean"]:
         parts.append(f"mean reward {reward['mean']:.4g} (95% interval {reward['low']:.4g} to {reward['high']:.4g})")
     return ", ".join(parts)
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     """Return the metrics of an evaluation for metrics.jsonl."""
-    p, r = evaluation.pass_at_1, evaluation.mean_reward
+    share, reward = evaluation.pass_at_1, evaluation.mean_reward
     passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
-    rewards = {"held_out_reward": r.mean, "held_out_reward_low": r.low, "held_out_reward_high": r.high}
-    return passes | {"pass_at_1": p.mean, "pass_at_1_low": p.low, "pass_at_1_high": p.high} | rewards
+    rewards = {"held_out_reward": reward.mean, "held_out_reward_low": reward.low, "held_out_reward_high": reward.high}
+    return passes | {"pass_at_1": share.mean, "pass_at_1_low": share.low, "pass_at_1_high": share.high} | rewards
 
 
 def passes(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -43,13 +43,13 @@ def passes(metrics: Mapping[str, float]) -> dict[str, float]:
 def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
     """Return the metrics of a step to print, by label. Problems are included only if they occurred."""
     shown = {
-        "reward": _shown(metrics["reward"], ".3f"),
-        "kept": _shown(metrics["kept_share"], ".0%"),
-        "tokens": _shown(metrics["response_tokens"], ".1f"),
+        "reward": _formatted(metrics["reward"], ".3f"),
+        "kept": _formatted(metrics["kept_share"], ".0%"),
+        "tokens": _formatted(metrics["response_tokens"], ".1f"),
     }
 
     if "teacher_kl" in metrics:
-        shown["teacher KL"] = _shown(metrics["teacher_kl"], ".3g")
+        shown["teacher KL"] = _formatted(metrics["teacher_kl"], ".3g")
 
     # In nats, between engine and trainer. A large gap is the first sign of weights that did not arrive.
     if "logprob_gap_max" in metrics:
@@ -82,14 +82,13 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
 
     if "pass_at_1" in metrics:
         shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"
-        if more := widest(passes(metrics)):
-            shown[f"pass@{more[0]}"] = f"{100 * more[1]:.1f}%"
+        if k_and_value := widest(passes(metrics)):
+            shown[f"pass@{k_and_value[0]}"] = f"{100 * k_and_value[1]:.1f}%"
         if metrics["held_out_reward"] != metrics["pass_at_1"]:
             shown["held-out reward"] = f"{metrics['held_out_reward']:.3g}"
-
     return shown
 
 
-def _shown(value: float, form: str) -> str:
+def _formatted(value: float, form: str) -> str:
     """Format a value; "-" for nan, because a step that closes no group has no means."""
     return "-" if math.isnan(value) else format(value, form)

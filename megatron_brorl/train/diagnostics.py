@@ -72,20 +72,20 @@ class _TokenMetrics:
         tokens, sampled = self._first_tokens()
         # All ranks draw the same positions.
         draws = self._uniforms(1, len(tokens) * POSITIONS).view(len(tokens), -1)
-        drawn = [draw_positions(*each) for each in zip(tokens, draws, sampled, strict=True)]
+        drawn = [draw_positions(ids, draw, mask) for ids, draw, mask in zip(tokens, draws, sampled, strict=True)]
         theory = self._at_positions(tokens, drawn)
 
         outcomes = self.collected.outcomes
-        tokens_of = [float(outcomes.sampled[g][outcomes.ended[g]].sum()) for g in self.chosen]
-        shared = sum(p.shared for p in drawn)
-        metrics = {"theory_exact/shared_tokens": shared / (sum(tokens_of) or 1.0)}
+        sampled_tokens = [float(outcomes.sampled[g][outcomes.ended[g]].sum()) for g in self.chosen]
+        shared = sum(positions.shared for positions in drawn)
+        metrics = {"theory_exact/shared_tokens": shared / (sum(sampled_tokens) or 1.0)}
 
         # Groups are weighted by their shared tokens. A position with an unknown value (nan) does not count.
-        groups = [(p.shared, f) for p, f in zip(drawn, theory, strict=True) if p.shared]
+        groups = [(p.shared, level) for p, level in zip(drawn, theory, strict=True) if p.shared]
         for name in _NAMES if shared else ():
-            values = [(w, getattr(f, name)) for w, f in groups]
-            weight = sum(w * float(x.isfinite().double().mean()) for w, x in values)
-            total = sum(w * float(x.nan_to_num(0.0).mean()) for w, x in values)
+            values = [(shared, getattr(level, name)) for shared, level in groups]
+            weight = sum(shared * float(x.isfinite().double().mean()) for shared, x in values)
+            total = sum(shared * float(x.nan_to_num(0.0).mean()) for shared, x in values)
             metrics[f"theory_{_KINDS[name]}/{name}"] = total / weight if weight else math.nan
         return metrics
 
@@ -111,14 +111,14 @@ class _TokenMetrics:
         # Each position is one row: the prompt and the tokens before the position.
         prompts: list[Tensor] = []
         responses: list[Tensor] = []
-        parts = []
-        for g, t, p in zip(self.chosen, tokens, drawn, strict=True):
+        draws = []  # arguments of token_level by group: position, token and reward of each draw
+        for g, ids, p in zip(self.chosen, tokens, drawn, strict=True):
             position, sibling = p.together.nonzero().unbind(1)
             right = self.collected.outcomes.right[g, sibling].double()
-            parts.append((len(prompts) + position, t[sibling, p.depth[position]], right))
+            draws.append((len(prompts) + position, ids[sibling, p.depth[position]], right))
             prompts += [torch.tensor(self.collected.groups[g].prompt.token_ids)] * len(p.depth)
             # last_logits returns the distribution of the last token of a row.
-            responses += [t[i, : d + 1] for i, d in zip(p.sibling.tolist(), p.depth.tolist(), strict=True)]
+            responses += [ids[i, : depth + 1] for i, depth in zip(p.sibling.tolist(), p.depth.tolist(), strict=True)]
 
         # The last pipeline stage has the logits and broadcasts the results to the other stages.
         table = torch.zeros(len(_NAMES), len(prompts), dtype=torch.float64)
@@ -128,7 +128,7 @@ class _TokenMetrics:
                 s = self.sampling
                 # The engine sampled from the distribution after temperature, top-p and top-k.
                 log_probs = sampling_log_probs(logits, s.temperature, s.top_p, s.top_k)
-                theory = token_level(log_probs, *(torch.cat(part) for part in zip(*parts, strict=True)))
+                theory = token_level(log_probs, *(torch.cat(column) for column in zip(*draws, strict=True)))
                 table = torch.stack([getattr(theory, name) for name in _NAMES])
             table = table.to(cpu_bridge.default_device())
             grid = self.worker.grid
@@ -156,9 +156,9 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
             groups.append((outcomes.answers[g][ended].numpy(), outcomes.right[g][ended].numpy()))
     if not groups:
         return {}
-    unseen = [good_turing(*pair) for pair in groups]
+    unseen = [good_turing(answers, right) for answers, right in groups]
     names = [f.name for f in fields(unseen[0])]
-    metrics = {f"theory_good_turing/{k}": float(np.mean([getattr(u, k) for u in unseen])) for k in names}
+    metrics = {f"theory_good_turing/{name}": float(np.mean([getattr(u, name) for u in unseen])) for name in names}
 
     sizes = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
     if sizes:
@@ -166,5 +166,4 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
             for h, value, low, high in zip(sizes, *columns.tolist(), strict=True):
                 key = f"theory_hold_out/{name}_{h}"
                 metrics |= {key: value, f"{key}_low": low, f"{key}_high": high}
-
     return metrics

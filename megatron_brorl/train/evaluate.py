@@ -27,7 +27,7 @@ class Evaluation:
     pass_at_1: Interval  # 95% bootstrap interval over prompts
     pass_at_k: dict[int, float]
     by_task: dict[str, Interval]  # pass@1 of the prompts of each task (Prompt.task)
-    verifiers: list[str]  # that scored the samples
+    verifiers: list[str]  # those that scored the samples
     mean_reward: Interval  # over prompts
     response_tokens: float
     prompts: int
@@ -120,9 +120,9 @@ def summarize(answers: Sequence[PromptResult], prompts: int, config: EvaluateCon
     return Evaluation(
         pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], RESAMPLES, seed, SHARE),
         pass_at_k={k: sum(values) / len(values) for k, values in passes.items()},
-        by_task={name: bootstrap_mean(own, RESAMPLES, seed, SHARE) for name, own in sorted(tasks.items())},
+        by_task={name: bootstrap_mean(shares, RESAMPLES, seed, SHARE) for name, shares in sorted(tasks.items())},
         verifiers=sorted({a.prompt.verifier for a in answers}),
-        # Only rewards of 0 and 1 have known bounds, which equal values need for an interval.
+        # The interval of equal values needs bounds, which are known only for rewards of 0 and 1.
         mean_reward=bootstrap_mean([a.reward for a in answers], RESAMPLES, seed, _bounds(answers)),
         response_tokens=sum(a.tokens * a.samples for a in answers) / total,
         prompts=prompts,

@@ -81,8 +81,8 @@ def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: 
     rows = [groups[g].prompt.row() for g in kept]
     advantages = group_advantages(outcomes.rewards[kept], survived, rows, algo)[survived].float()
     if is_whitened(algo.advantage) and algo.advantage != "gae" and not kl_in_reward(algo):
-        own = advantages.to(cpu_bridge.default_device())
-        advantages = ops.whiten(own, ops.moments(own)).cpu()
+        on_device = advantages.to(cpu_bridge.default_device())
+        advantages = ops.whiten(on_device, ops.moments(on_device)).cpu()
         # The mean of the batch is 0 up to rounding, and tokens whose advantage is only rounding would count as clipped.
         advantages = torch.where(advantages.abs() < _ROUNDING, 0.0, advantages)
 
@@ -115,21 +115,22 @@ def token_advantages(
 
     starts = torch.tensor([0, *sizes], device=cpu_bridge.default_device()).cumsum(0)
     per_token = starts.new_zeros(sum(sizes), dtype=torch.float32) if kl is None else -algo.kl_coef * _flat(kl)
-    per_token[starts[1:] - 1] += rewards.to(starts.device)
-    old = torch.zeros_like(per_token) if values is None else _flat(values)
-    advantages, returns = ops.gae(per_token, old, starts, gamma=algo.gamma, lam=algo.lam)
+    per_token[starts[1:] - 1] += rewards.to(starts.device)  # at the last token of each row
+    old_values = torch.zeros_like(per_token) if values is None else _flat(values)
+    advantages, returns = ops.gae(per_token, old_values, starts, gamma=algo.gamma, lam=algo.lam)
 
     # An advantage is the residual of the critic: the return minus the value.
-    of_returns, of_residuals = (merge(collectives.all_gather(ops.moments(x), replicas)) for x in (returns, advantages))
+    return_moments = merge(collectives.all_gather(ops.moments(returns), replicas))
+    residual_moments = merge(collectives.all_gather(ops.moments(advantages), replicas))
     if is_whitened(algo.advantage):
-        advantages = ops.whiten(advantages, of_residuals)
+        advantages = ops.whiten(advantages, residual_moments)
 
     if values is None:
         return advantages.split(sizes), None, {}
     metrics = {
-        "explained_variance": explained_variance(of_returns, of_residuals),
-        "return_mean": of_returns.mean,
-        "value_mean": of_returns.mean - of_residuals.mean,
+        "explained_variance": explained_variance(return_moments, residual_moments),
+        "return_mean": return_moments.mean,
+        "value_mean": return_moments.mean - residual_moments.mean,
     }
     return advantages.split(sizes), returns.split(sizes), metrics
 
@@ -152,7 +153,7 @@ def make_experience(
     actor = models.actor
     rollouts, prompts = _rows(rollouts, groups)
     responses = tuple(r.token_ids for r in rollouts)
-    routes = tuple(r.routes for r in rollouts if r.routes is not None) or None  # of all or none
+    routes = tuple(r.routes for r in rollouts if r.routes is not None) or None  # all rollouts have routes, or none has
     # From here to Experience, all columns have the sampled tokens only.
     sampled = None
     if any(r.sampled is not None for r in rollouts):
@@ -209,9 +210,9 @@ def make_experience(
 
     # Masked tokens stay in the row, because later tokens attend to them.
     if algo.mismatch_mask != "off" and old is not None:
-        bounds = algo.mismatch_mask, *MISMATCH_BOUNDS
-        both = zip(*(_flat(x).cpu().split(lengths) for x in (old, columns["rollout_log_probs"])), strict=True)
-        columns["mask"] = _column([mismatch_mask(o, s, *bounds) for o, s in both])
+        both = [_flat(x).cpu().split(lengths) for x in (old, columns["rollout_log_probs"])]
+        masks = [mismatch_mask(o, r, algo.mismatch_mask, *MISMATCH_BOUNDS) for o, r in zip(*both, strict=True)]
+        columns["mask"] = _column(masks)
         metrics["masked_share"] = 1 - _token_mean(columns["mask"], actor)
 
     per_rollout = advantages[[group for group, _ in slots], [index for _, index in slots]]
@@ -287,21 +288,21 @@ def _rows(
 
     Packing recognises a shared prompt by its tensor.
     """
-    prompts: dict[tuple[int, bytes], Tensor] = {}
-    of_group = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
-    rows, columns = [], []
+    sequence_prompts: dict[tuple[int, bytes], Tensor] = {}  # by group and bytes of the tokens
+    prompt_of = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
+    rows, row_prompts = [], []
     for r in rollouts:
         if r.sampled is None or not r.starts:
             rows.append(r)
-            columns.append(of_group[r.group])
+            row_prompts.append(prompt_of[r.group])
             continue
         for begin, end in pairwise((*r.starts, len(r.token_ids))):
             first = begin + int(r.sampled[begin:end].int().argmax())
             prompt = r.token_ids[begin:first]
-            columns.append(prompts.setdefault((r.group, prompt.numpy().tobytes()), prompt))
+            row_prompts.append(sequence_prompts.setdefault((r.group, prompt.numpy().tobytes()), prompt))
             parts = {name: getattr(r, name)[first:end] for name in ("token_ids", "log_probs", "sampled")}
             rows.append(replace(r, **parts, starts=()))
-    return rows, tuple(columns)
+    return rows, tuple(row_prompts)
 
 
 def _column(rows: Sequence[Tensor], sampled: Rows | None = None) -> Rows:

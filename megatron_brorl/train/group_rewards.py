@@ -46,7 +46,7 @@ def try_group_function(pool: RewardPool, name: str, prompts: Sequence[Prompt], n
     Other texts are the prompt's. Returns one warning if the function fails on some groups. Raises UserError if it fails
     on all, or returns scores that a run would refuse.
     """
-    failed = []
+    failed = []  # (prompt id, result) of each group on which the function fails
     for prompt in prompts:
         answers = [None if i % 2 else prompt.answer for i in range(n)]
         texts = [prompt.text if answer is None else answer for answer in answers]
@@ -55,7 +55,7 @@ def try_group_function(pool: RewardPool, name: str, prompts: Sequence[Prompt], n
             failed.append((prompt.id, result))
     if not failed:
         return []
-    row, first = next((f for f in failed if f[1].status == "invalid"), failed[0])
+    row, first = next((failure for failure in failed if failure[1].status == "invalid"), failed[0])
     where = f"{KEY} = {name}: {first.reason}"
     if first.status == "invalid":
         raise UserError(f"{where}; return a finite number for each response, or None")
@@ -97,14 +97,14 @@ class GroupRewards:
         table = collectives.all_reduce_tensor(table)
 
         label = f"{step}: {KEY} = {config.group_function}"
-        of_ranks = [failure for own in collectives.all_gather(failed) for failure in own]
-        for reason in (reason for status, reason in of_ranks if status == "invalid"):
+        failures = [failure for of_rank in collectives.all_gather(failed) for failure in of_rank]
+        for reason in (reason for status, reason in failures if status == "invalid"):
             raise StepError(f"{label}: {reason}; return a finite number for each response, or None")
-        if len(of_ranks) > MAX_UNSCORED * len(chosen):
-            raise StepError(f"{label} failed on {len(of_ranks)} of {len(chosen)} groups: {of_ranks[0][1]}; fix it")
+        if len(failures) > MAX_UNSCORED * len(chosen):
+            raise StepError(f"{label} failed on {len(failures)} of {len(chosen)} groups: {failures[0][1]}; fix it")
         text = f"{KEY} = {config.group_function} failed on a group, which has no signal (metric group_errors)"
         self.runner.report_errors({text: failed[0][1]} if failed else {})
-        self.metrics["group_errors"] += [float(i < len(of_ranks)) for i in range(len(chosen))]
+        self.metrics["group_errors"] += [float(i < len(failures)) for i in range(len(chosen))]
 
         for g in chosen if config.group_function == MAJORITY else ():
             share = float(table[g].sum()) / int(new[g].sum())
@@ -115,9 +115,9 @@ class GroupRewards:
                 # `any`, because a response that was cut off may count as wrong.
                 self.metrics["majority_right_share"].append(float((outcomes.right[g] & (table[g] > 0)).any()))
         outcomes = replace(outcomes, rewards=torch.where(new, table.float(), outcomes.rewards))
-        rewards, slots = outcomes.rewards.tolist(), set(map(tuple, new.nonzero().tolist()))
-        places = [(r, r.group, r.rollout.index) for r in rollouts]
-        return [replace(r, reward=rewards[g][s]) if (g, s) in slots else r for r, g, s in places], outcomes
+        new_rewards = dict(zip(map(tuple, new.nonzero().tolist()), outcomes.rewards[new].tolist(), strict=True))
+        slots = [(r, (r.group, r.rollout.index)) for r in rollouts]
+        return [replace(r, reward=new_rewards.get(slot, r.reward)) for r, slot in slots], outcomes
 
     def _submit(
         self, groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes, new: Tensor
@@ -125,14 +125,14 @@ class GroupRewards:
         """Send each group to one rank; return the results of this rank's groups. Collective. new: bool [groups, N]."""
         grid = self.runner.grid
         own_tokens = {(r.group, r.rollout.index): r.rollout.token_ids for r in rollouts}
-        at = group, sibling = new.nonzero(as_tuple=True)
+        group, sibling = new.nonzero(as_tuple=True)
         replica = (new.any(1).cumsum(0) % grid.dp_size)[group]
-        transfers = Transfers(group, sibling, outcomes.holder[at], replica, outcomes.tokens[at])
+        transfers = Transfers(group, sibling, outcomes.holder[new], replica, outcomes.tokens[new])
         received, _ = send(transfers, own_tokens, torch.int64, grid)
-        own: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        for g, s in sorted(received) if grid.rank == grid.replicas[grid.dp_rank][0] else ():
-            own[g][s] = received[g, s]
-        return {g: self._call(groups[g].prompt, tokens, outcomes.state[g]) for g, tokens in own.items()}
+        by_group: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        for g, s in sorted(received) if grid.rank == grid.replicas[grid.dp_rank][0] else ():  # the replica's first rank
+            by_group[g][s] = received[g, s]
+        return {g: self._call(groups[g].prompt, tokens, outcomes.state[g]) for g, tokens in by_group.items()}
 
     def _call(self, prompt: Prompt, tokens: Mapping[int, Tensor], state: Tensor) -> Future[ScoreResult]:
         """Return the result of score_group. tokens: of the responses by rollout index. state: [N]."""

@@ -38,7 +38,7 @@ class Outcomes:
     state: Tensor  # int64
     rewards: Tensor  # float32
     right: Tensor  # bool, whether the response counts as correct
-    tokens: Tensor  # int64
+    tokens: Tensor  # int64, all tokens of the response
     sampled: Tensor  # int64, tokens without those of an environment
     repeats: Tensor  # int64, n-grams that had occurred before
     answers: Tensor  # int64, hashes of the final answers (rewards.extract.answer_hash)
@@ -65,7 +65,7 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     # float64 represents the answer hashes, which are below 2**52, exactly.
     table = torch.zeros(8, groups, n, dtype=torch.float64)
     if rollouts:
-        at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
+        group, index = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
         masks = [r.rollout.episode.sampled if r.rollout.episode else None for r in rollouts]
         values = [
             (
@@ -80,12 +80,12 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
             )
             for r, mask in zip(rollouts, masks, strict=True)
         ]
-        table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
+        table[:, group, index] = torch.tensor(values, dtype=torch.float64).T
 
     # Each rollout is on one rank, so the sum adds its values to zeros.
     state, rewards, right, tokens, sampled, repeats, answers, holder = collectives.all_reduce_tensor(table)
-    counts = tokens.long(), sampled.long(), repeats.long(), answers.long()
-    return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
+    integers = tokens.long(), sampled.long(), repeats.long(), answers.long()
+    return Outcomes(state.long(), rewards.float(), right.bool(), *integers, holder.long() - 1)
 
 
 def mark_unfinished_as_lost(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -187,9 +187,9 @@ def mini_batches(
     batches: list[list[int]] = [[] for _ in range(count)]
     # A list, because reading one element of a tensor takes microseconds.
     numbers = None if siblings is None else siblings.tolist()
-    for i, (group, index) in enumerate(slots):
+    for row, (group, index) in enumerate(slots):
         sibling = index if numbers is None else numbers[group][index]
-        batches[mini_batch_of(place[group], sibling, count, of)].append(i)
+        batches[mini_batch_of(place[group], sibling, count, of)].append(row)
     return batches
 
 
@@ -207,7 +207,7 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     return {
         "reward": float(rewards.sum()) / count,
         # Exactly 0 if the rewards are equal.
-        "reward_std": _NAN if not len(rewards) else float(rewards.std(correction=0)) if has_signal(rewards) else 0.0,
+        "reward_std": _NAN if not len(rewards) else (float(rewards.std(correction=0)) if has_signal(rewards) else 0.0),
         "kept_share": len(outcomes.kept) / groups,
         # Right means a reward of at least reward.correct_at. With partial credit, a group without a right response
         # may still have different rewards.

@@ -89,9 +89,9 @@ class ReferencePolicy:
         self.reload()
         with torch.no_grad():
             for name, p in self._of_actor().items():
-                own = p.clone()
+                actor_weight = p.clone()
                 p.copy_(self.weights[name])
-                self.weights[name].copy_(own)
+                self.weights[name].copy_(actor_weight)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class TrainingModels:
             stage.reload()
         if self.reference:
             self.reference.reload()
-        parts = [ModelState("", self.actor.actor, self.actor.optimizer)]
+        parts = [ModelState(name="", module=self.actor.actor, optimizer=self.actor.optimizer)]
         if self.critic:
             parts.append(ModelState("critic", self.critic.critic, self.critic.optimizer))
         if self.reference:

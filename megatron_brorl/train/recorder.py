@@ -46,26 +46,26 @@ def choose_recorded(
     chosen = sorted(candidates, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))
     chosen = chosen if all_groups else chosen[: config.record_groups]
 
-    where = torch.zeros_like(outcomes.ended)
-    where[chosen] = outcomes.ended[chosen]
-    tokens = (outcomes.tokens * where).sum(0).cumsum(0)  # over rollouts 0 to i of all groups
-    return where & (tokens <= MAX_TOKENS)
+    in_chosen_group = torch.zeros_like(outcomes.ended)
+    in_chosen_group[chosen] = outcomes.ended[chosen]
+    tokens = (outcomes.tokens * in_chosen_group).sum(0).cumsum(0)  # over rollouts 0 to i of all groups
+    return in_chosen_group & (tokens <= MAX_TOKENS)
 
 
-def select_recorded(rollouts: Sequence[ScoredRollout], where: Tensor) -> list[ScoredRollout]:
-    """Return copies of this rank's rollouts that are written; where: bool [groups, N]."""
-    n = where.shape[1]
-    chosen = where.tolist()
+def select_recorded(rollouts: Sequence[ScoredRollout], is_recorded: Tensor) -> list[ScoredRollout]:
+    """Return copies of this rank's rollouts that are written; is_recorded: bool [groups, N]."""
+    n = is_recorded.shape[1]
+    chosen = is_recorded.tolist()
     return [with_own_tensors(r) for r in rollouts if r.rollout.index < n and chosen[r.group][r.rollout.index]]
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """Writes rollouts on every rank. If the disk refuses one, it prints a warning once and training continues."""
+    """Writes rollouts on every rank. If a write fails, it prints a warning once and training continues."""
 
     folder: Path
     config: Config
-    decode: Callable[[list[int]], str]  # the tokenizer's
+    decode: Callable[[list[int]], str]  # of the tokenizer
     stop_ids: Sequence[int]  # tokens that end a response, and are not part of its text
     rank: int
     warnings: list[str] = field(default_factory=list)  # printed so far
@@ -81,35 +81,36 @@ class Recorder:
     ) -> None:
         """Write the rollouts of a step. rollouts: from select_recorded. advantages, is_trained: [groups, N]."""
         advantages = advantages.masked_fill(~is_trained, float("nan"))
-        where = choose_recorded(groups, outcomes, self.config.run)
-        self._write(LogEntry("step", step), groups, outcomes, where, outcomes.closed, rollouts, advantages)
+        is_recorded = choose_recorded(groups, outcomes, self.config.run)
+        self._write(LogEntry("step", step), groups, outcomes, is_recorded, outcomes.closed, rollouts, advantages)
 
     def evaluation(
         self, steps: int, groups: Sequence[PromptGroup], outcomes: Outcomes, rollouts: Sequence[ScoredRollout]
     ) -> None:
         """Write the rollouts of an evaluation after `steps` steps. rollouts: all of this rank's."""
-        where = choose_recorded(groups, outcomes, self.config.run, all_groups=True)
+        is_recorded = choose_recorded(groups, outcomes, self.config.run, all_groups=True)
         no_advantages = torch.full_like(outcomes.rewards, float("nan"))
-        every, recorded = range(len(groups)), select_recorded(rollouts, where)
-        self._write(LogEntry("evaluation", steps), groups, outcomes, where, every, recorded, no_advantages)
+        own = select_recorded(rollouts, is_recorded)
+        every = range(len(groups))
+        self._write(LogEntry("evaluation", steps), groups, outcomes, is_recorded, every, own, no_advantages)
 
     def _write(
         self,
         log_entry: LogEntry,
         groups: Sequence[PromptGroup],
         outcomes: Outcomes,
-        where: Tensor,
+        is_recorded: Tensor,
         listed: Sequence[int],
         rollouts: Sequence[ScoredRollout],
         advantages: Tensor,
     ) -> None:
         try:
             if rollouts:
-                own = sorted(rollouts, key=lambda r: (r.group, r.rollout.index))
-                rollout_log.write_rollouts(self.folder, log_entry, self.rank, self._table(own, groups, advantages))
+                ordered = sorted(rollouts, key=lambda r: (r.group, r.rollout.index))
+                rollout_log.write_rollouts(self.folder, log_entry, self.rank, self._table(ordered, groups, advantages))
             # The group table comes last, because readers take it as the sign that the entry is complete.
             if self.rank == 0:
-                rollout_log.write_groups(self.folder, log_entry, group_table(groups, outcomes, where, listed))
+                rollout_log.write_groups(self.folder, log_entry, group_table(groups, outcomes, is_recorded, listed))
         except OSError as e:
             if not self.warnings:
                 self.warnings.append(
@@ -185,8 +186,8 @@ class Recorder:
         return {"text": _valid(text), "answer": _valid(answer), "turns": turns}
 
 
-def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, where: Tensor, listed: Sequence[int]) -> pa.Table:
-    """Return a table of schema GROUPS for the `listed` groups; where: bool [groups, N], the rollouts written."""
+def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, recorded: Tensor, listed: Sequence[int]) -> pa.Table:
+    """Return a table of schema GROUPS for the `listed` groups; recorded: bool [groups, N]."""
     kept = set(outcomes.kept)
     rows = []
     for g in listed:
@@ -196,8 +197,8 @@ def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, where: Tensor
         tokens = outcomes.tokens[g][ended].double()
         count = len(rewards)
         right = int(outcomes.right[g][ended].sum())
-        written = int(where[g].sum())
-        differ = count and (has_signal(rewards) or 0 < right < count)
+        written = int(recorded[g].sum())
+        mixed = count and (has_signal(rewards) or 0 < right < count)
         rows.append(
             {
                 "group": g,
@@ -208,7 +209,7 @@ def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, where: Tensor
                 "distinct": len(outcomes.answers[g][ended].unique()),
                 "reward": float(rewards.mean()) if count else None,
                 "tokens": float(tokens.mean()) if count else None,
-                "outcome": "lost" if not count else "mixed" if differ else "right" if right else "wrong",
+                "outcome": "lost" if not count else "mixed" if mixed else "right" if right else "wrong",
                 "trained": g in kept,
                 "recorded": written,
                 "prompt": _valid(prompt.text) if written else None,
@@ -236,7 +237,7 @@ def sample_lines(
 
     rollouts: this rank's. There are fewer samples if it has rollouts of fewer prompts.
     """
-    first: dict[int, ScoredRollout] = {}
+    first: dict[int, ScoredRollout] = {}  # by group, the rollout with the smallest index
     for r in sorted(rollouts, key=lambda r: r.rollout.index, reverse=True):
         first[r.group] = r
     chosen = sorted(first, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))[:_SAMPLES]

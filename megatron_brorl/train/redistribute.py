@@ -54,7 +54,7 @@ def assign_replicas(
     mini_batch = mini_batch_of(kept_index[group], subset.place[group, sibling], algo.mini_batches, algo.mini_batch_of)
 
     mean = 0.0
-    most = 0
+    largest = 0
     for i in range(algo.mini_batches):
         rows = (mini_batch == i).nonzero()[:, 0]
         groups = group[rows].numpy()
@@ -65,8 +65,8 @@ def assign_replicas(
 
         loads = loads_of(replicas, assigned, own_costs, groups, prompt_costs)
         mean += float(loads.mean())
-        most += int(loads.max())
-    return replica, mean / most if most else 1.0
+        largest += int(loads.max())
+    return replica, mean / largest if largest else 1.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def send(
     # Use as many messages as MESSAGE_BYTES requires on the busiest rank.
     sent = _sums(transfers.source, transfers.length, grid.world_size) * grid.mp_size
     received = _sums(transfers.target, transfers.length, grid.dp_size)
-    messages = -(-int(max(sent.max(), received.max())) * dtype.itemsize // MESSAGE_BYTES)
+    messages = -(-int(max(sent.max(), received.max())) * dtype.itemsize // MESSAGE_BYTES)  # rounded up
     tensors: dict[tuple[int, int], Tensor] = {}
     for i in range(messages):
         tensors |= _exchange(transfers.select(slice(i, None, messages)), own, dtype, grid)
@@ -180,12 +180,12 @@ def _exchange(
     replica_of = {rank: i for i, ranks in enumerate(grid.replicas) for rank in ranks}
 
     # Every rank knows the size of each message, so sizes are not exchanged.
-    coming = transfers.select(transfers.target == grid.dp_rank)
-    coming = coming.select(coming.source.argsort(stable=True))
-    sizes = _sums(coming.source, coming.length, grid.world_size)
+    incoming = transfers.select(transfers.target == grid.dp_rank)
+    incoming = incoming.select(incoming.source.argsort(stable=True))
+    sizes = _sums(incoming.source, incoming.length, grid.world_size)
     received = collectives.all_to_all([parts[replica_of[rank]] for rank in range(grid.world_size)], sizes.tolist())
-    # `received` has the order of `coming`: by sending rank, then by group and rollout.
-    return dict(zip(coming.slots(), received.split(coming.length.tolist()), strict=True))
+    # `received` has the order of `incoming`: by sending rank, then by group and rollout.
+    return dict(zip(incoming.slots(), received.split(incoming.length.tolist()), strict=True))
 
 
 def _sums(index: Tensor, values: Tensor, size: int) -> Tensor:

@@ -64,10 +64,10 @@ class RolloutRunner:
         """
         start = time.monotonic()
         partial = partial or {}
-        parts = deal(new, partial_per_rank or [0] * self.grid.world_size)
-        own = [*partial, *parts[self.grid.rank]]
+        shares = deal(new, partial_per_rank or [0] * self.grid.world_size)
+        own = [*partial, *shares[self.grid.rank]]
         # With work stealing, the engine begins new rollouts of any rank when it has room. Partial ones stay here.
-        shared = self.work_stealing.begin(parts, self.grid.rank) if self.work_stealing else None
+        shared = self.work_stealing.begin(shares, self.grid.rank) if self.work_stealing else None
         # Consecutive rollouts of one prompt are one request, so that the engine computes the prompt once.
         first_requests, group_of = requests(list(partial) if shared else own, groups, partial, self.seed)
         prompts = [request.prompt for request in first_requests]
@@ -79,8 +79,8 @@ class RolloutRunner:
             prompts.extend(request.prompt for request in more)
             return more
 
-        longest = max((len(group.prompt.token_ids) for group in groups), default=0)
-        supply = SlotSupply(shared, take_requests, len(new), longest) if shared else None
+        longest_prompt = max((len(group.prompt.token_ids) for group in groups), default=0)
+        supply = SlotSupply(shared, take_requests, len(new), longest_prompt) if shared else None
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
             ended = itertools.count(1)
 
@@ -97,14 +97,12 @@ class RolloutRunner:
             _check_distinct(result.requests, result.rollouts, self.engine.engine.duplicate_advice)
             generated = time.monotonic()
 
-            finished_rollouts = [
-                (i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"
-            ]
+            complete = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
             with span("score", allowance_s=self.reward.timeout_s):
-                scores = scorer.scores([(i, r.index) for i, r in finished_rollouts])
+                scores = scorer.scores([(i, r.index) for i, r in complete])
         # Answers become hashes, because ranks exchange tables of numbers.
         columns = scores.rewards.tolist(), scores.right, map(answer_hash, scores.answers), scores.results
-        scored = [ScoredRollout(group_of[i], r, *row) for (i, r), *row in zip(finished_rollouts, *columns, strict=True)]
+        scored = [ScoredRollout(group_of[i], r, *score) for (i, r), *score in zip(complete, *columns, strict=True)]
         score_seconds = time.monotonic() - generated
 
         cut: list[ScoredRollout] = []
@@ -132,8 +130,8 @@ class RolloutRunner:
     def reward_metrics(self) -> dict[str, float]:
         """Return metrics of scoring since pool.reset(), the same on every rank. Collective."""
         stats = self.pool.stats
-        own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
-        sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
+        counts = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
+        sums = collectives.all_reduce_sum({name: float(value) for name, value in counts.items()})
         return {
             "score_cache_hit_share": sums["hits"] / (sums["answers"] or 1.0),
             "reward_worker_restarts": sums["restarts"],
@@ -190,11 +188,11 @@ def _check_distinct(requested: Sequence[Request], rollouts: Sequence[Sequence[Ro
     """Raise UserError on every rank if rollouts were drawn with the same random numbers, on any ranks."""
     hashes, names = improbable_rollouts(requested, rollouts)
     values, counts = torch.cat(collectives.all_gather(hashes)).unique(return_counts=True)
-    again = set(values[counts > 1].tolist())
-    if again:
-        own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]
+    repeated = set(values[counts > 1].tolist())
+    if repeated:
+        own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in repeated]
         raise UserError(
-            f"{len(again)} responses came several times for one prompt, which is practically impossible"
+            f"{len(repeated)} responses came several times for one prompt, which is practically impossible"
             f"{f' ({own[0]})' if own else ''}: the same random numbers were drawn by {duplicate_advice}"
         )
 

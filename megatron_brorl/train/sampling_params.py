@@ -35,5 +35,5 @@ def training_sampling_params(config: Config, stop_ids: tuple[int, ...], experts:
 def evaluation_sampling_params(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
     """Return the sampling parameters of evaluation."""
     e, r = config.evaluate, config.rollout
-    sampling = Sampling(e.temperature, e.top_p, 0, r.max_tokens, stop_ids, config.stop_strings, log_probs=False)
-    return replace(sampling, shares_prefixes=not config.agent.function)
+    sampling = Sampling(e.temperature, e.top_p, top_k=0, max_tokens=r.max_tokens, stop_ids=stop_ids, log_probs=False)
+    return replace(sampling, stop_strings=config.stop_strings, shares_prefixes=not config.agent.function)

@@ -60,8 +60,8 @@ def sft(
         responses = [torch.tensor(response.token_ids) for _, response in examples]
         trained_masks = [torch.tensor(response.trained) for _, response in examples]
         # All ranks divide by the same number, so their gradients are summed.
-        own = float(sum(int(mask.sum()) for mask in trained_masks))
-        tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
+        own_tokens = float(sum(int(mask.sum()) for mask in trained_masks))
+        tokens = collectives.all_reduce_sum({"tokens": own_tokens}, grid.groups.dp)["tokens"]
 
         lr = learning_rate(optim, step, config.steps)
         update, losses = worker.train(
@@ -90,8 +90,8 @@ def _loss(trained_masks: Sequence[Tensor], divisor: float) -> Any:
 
     def loss(batch: Packed, head: Head) -> tuple[Tensor, float]:
         log_probs = head.log_probs()[0]
-        where = batch.gather(trained_masks).bool().to(log_probs.device)
-        value = -log_probs[where].sum() / divisor
+        is_trained = batch.gather(trained_masks).bool().to(log_probs.device)
+        value = -log_probs[is_trained].sum() / divisor
         return value, float(value.detach())
 
     return loss

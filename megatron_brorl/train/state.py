@@ -44,7 +44,7 @@ class RunState(BaseModel):
     critic_updates: int = 0  # optimizer steps taken of the critic
     critic_steps: int = 0  # training steps in which the critic was updated
     early_stopping: EarlyStopping = Field(default_factory=EarlyStopping)  # by held-out pass@1, for train.patience
-    reference_stopping: EarlyStopping = Field(default_factory=EarlyStopping)  # also, for reference.reset_patience
+    reference_stopping: EarlyStopping = Field(default_factory=EarlyStopping)  # for reference.reset_patience
     initial_evaluation: dict[str, Any] | None = None  # before the first step
     trained_s: float = 0.0  # seconds of the steps done, each of the slowest rank
     elapsed_s: float = 0.0  # wall-clock seconds of the processes before this one
@@ -78,12 +78,12 @@ def read_state(directory: Path) -> RunState:
         state = RunState.model_validate_json(json.dumps(run), strict=True)
         # pydantic would take the defaults for missing keys.
         saved = state.model_dump().items()
-        wrong = [name for name, value in saved if name not in run or _keys(run[name]) != _keys(value)]
+        wrong_keys = [name for name, value in saved if name not in run or _keys(run[name]) != _keys(value)]
     except ValidationError as e:
-        wrong = [".".join(map(str, e.errors()[0]["loc"]))]
-    if wrong:
+        wrong_keys = [".".join(map(str, e.errors()[0]["loc"]))]
+    if wrong_keys:
         raise UserError(
-            f"{directory / checkpoint.RUN}: {wrong[0]} is missing or of another type: another version wrote it; "
+            f"{directory / checkpoint.RUN}: {wrong_keys[0]} is missing or of another type: another version wrote it; "
             "continue with that version, or start a new run with another run.dir"
         )
     return state
@@ -104,8 +104,8 @@ def new_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> B
     if not (scores and metric):
         return None
     k = max(map(int, scores)) if metric == "pass_at_k" else 1
-    value = scores[str(k)]  # The earlier one wins a tie.
-    is_best = not math.isnan(value) and (state.best is None or value > state.best.value)
+    value = scores[str(k)]
+    is_best = not math.isnan(value) and (state.best is None or value > state.best.value)  # An earlier one wins a tie.
     return Best(state.step, metric, value) if is_best else None
 
 

@@ -37,9 +37,9 @@ def cluster_metrics(
     seconds: this rank's phases. trained_tokens: of all ranks. peak: FLOP/s of a device; None if unknown, and then there
     are no utilisation metrics.
     """
-    own = {**rank_values(timeline), **{f"wall_{name}": seconds[name] for name in ("train", "step")}}
-    table = np.array(collectives.all_gather(list(own.values())))
-    ranks = dict(zip(own, table.T, strict=True))
+    values = {**rank_values(timeline), **{f"wall_{name}": seconds[name] for name in ("train", "step")}}
+    table = np.array(collectives.all_gather(list(values.values())))
+    ranks = dict(zip(values, table.T, strict=True))
     return {**waiting(ranks), **throughput(ranks, trained_tokens, peak), **kv_cache(ranks)}
 
 
@@ -101,14 +101,14 @@ def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dic
     step = ranks["wall_step"].max()
     forward = ranks["forward_flops"].sum()
     update = ranks["update_flops"].sum()
-    rates = {
+    rates = {  # amount and seconds
         "tokens_per_s": (sampled, step),
         "generate_tokens_per_s": (sampled, ranks["generate"].max()),
         "train_tokens_per_s": (trained_tokens, ranks["wall_train"].max()),
         "forward_tflops": (forward / 1e12, ranks["forward_s"].max()),
         "update_tflops": (update / 1e12, ranks["update_s"].max()),
     }
-    metrics = {f"throughput/{name}": float(done / s) / devices for name, (done, s) in rates.items() if done and s > 0}
+    metrics = {f"throughput/{name}": float(n / s) / devices for name, (n, s) in rates.items() if n and s > 0}
 
     if peak:
         for name in ("forward", "update"):

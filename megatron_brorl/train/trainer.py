@@ -144,7 +144,7 @@ class Trainer:
                 if is_due and not self.runner.stuck():
                     metrics |= self._evaluate_step(progress, timings)
             except StepError as e:
-                if writer and before is state:
+                if writer and before is state:  # Only the evaluation failed.
                     writer.write(step, metrics, timings)
                 self._save_and_raise(e, before, steps_taken, progress)
             if reference := self.models.reference:
@@ -158,8 +158,8 @@ class Trainer:
             if writer:
                 writer.write(step, metrics, timings)
             progress.update(state.step, console_line(metrics, timings), state.steps_left(self.config.train))
-            # The first update is in this step if the run has no others than those of this step.
-            is_first_update = 0 < metrics["updates"] == state.updates
+            # The first update of the run is in this step if the run has no updates of other steps.
+            is_first_update = metrics["updates"] > 0 and metrics["updates"] == state.updates
             if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):
                 progress.note(f"warning: {advice}")
             gap = metrics.get("logprob_gap_mean")  # 0 in a step without trained tokens
@@ -324,10 +324,10 @@ class Trainer:
                 self.save()
             except NotWritten as e:
                 reason = str(e)
-        kept = max(folders.by_step(Path(self.config.run.dir) / "checkpoints"), default=0)
-        lost = f", and steps {kept + 1} to {before.step} are lost, because {reason}" if kept < before.step else ""
+        last = max(folders.by_step(Path(self.config.run.dir) / "checkpoints"), default=0)  # saved step
+        lost = f", and steps {last + 1} to {before.step} are lost, because {reason}" if last < before.step else ""
         raise StepError(
-            f"{error}; {f'the state {after_steps_text(kept)}' if kept else 'no state'} is saved{lost}; run the same "
+            f"{error}; {f'the state {after_steps_text(last)}' if last else 'no state'} is saved{lost}; run the same "
             "command again to continue, with --accept-changed-functions if you have changed the file of a function"
         ) from error.__cause__
 

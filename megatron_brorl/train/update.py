@@ -101,16 +101,16 @@ def update_policy(
     actor still has the weights that the engine sampled the newest tokens from.
     """
 
-    def step(lr: float, rows: list[int]) -> StepMetrics | None:
-        part = experience.select(rows)
+    def step(lr: float, indices: list[int]) -> StepMetrics | None:
+        rows = experience.select(indices)
         # A rollout of an agent has several rows.
-        units: Sequence[Any] = part.slots or range(len(part))
+        units: Sequence[Any] = rows.slots or range(len(rows))
         lengths: dict[Any, int] = Counter()
-        for unit, tokens in zip(units, part.sampled_tokens(), strict=True):
+        for unit, tokens in zip(units, rows.sampled_tokens(), strict=True):
             lengths[unit] += tokens
         counts = {"tokens": float(sum(lengths.values())), "sequences": float(sum(n > 0 for n in lengths.values()))}
-        if part.weights:
-            unit_factors = dict(zip(units, part.weights, strict=True)).values()
+        if rows.weights:
+            unit_factors = dict(zip(units, rows.weights, strict=True)).values()
             counts = {
                 "tokens": sum(w.tokens for w in unit_factors),
                 "sequences": sum(w.sequences for w in unit_factors),
@@ -122,17 +122,17 @@ def update_policy(
         unit_weights = token_weights(list(lengths.values()), algo.aggregation, **size, fixed=algo.aggregation_tokens)
         weight_of = dict(zip(lengths, unit_weights, strict=True))
         weights = [weight_of[unit] for unit in units]
-        if part.weights:
-            weights = [x * w.loss for x, w in zip(weights, part.weights, strict=True)]
-        loss = ActorLoss(part, algo, weights)
-        result, values = worker.train(part.prompts, part.responses, loss, worker.head(temperature), lr, part.routes)
+        if rows.weights:
+            weights = [x * w.loss for x, w in zip(weights, rows.weights, strict=True)]
+        loss = ActorLoss(rows, algo, weights)
+        result, values = worker.train(rows.prompts, rows.responses, loss, worker.head(temperature), lr, rows.routes)
         if not result.applied:
             for text in filter(None, collectives.all_gather(loss.error)):
                 raise StepError(text)
         # Only the last pipeline stage has values.
-        of_batches = [(v.sums, v.maxima) for v in values]
-        sums = {k: sum((s[k] for s, _ in of_batches), 0.0) for k in losses.SUMS}
-        maxima = {k: max((m[k] for _, m in of_batches), default=0.0) for k in losses.MAXIMA}
+        batch_metrics = [(v.sums, v.maxima) for v in values]
+        sums = {k: sum((s[k] for s, _ in batch_metrics), 0.0) for k in losses.SUMS}
+        maxima = {k: max((m[k] for _, m in batch_metrics), default=0.0) for k in losses.MAXIMA}
         groups = (worker.grid.groups.pp, worker.grid.groups.dp_cp)
         return result, collectives.all_reduce_sum(sums, *groups) | collectives.all_reduce_max(maxima, *groups)
 
@@ -172,19 +172,19 @@ def update_critic(
 ) -> dict[str, float]:
     """Take one optimizer step per mini-batch on the critic; return metrics, the same on every rank.
 
-    mini_batches: this rank's rows of each, as many as on every rank. clip: config key critic.clip. first_update: the
+    mini_batches: this rank's rows of each one, as in update_policy. clip: config key critic.clip. first_update: the
     critic's optimizer steps applied before. value_loss is the mean over steps of the token mean, value_clipped the
     share of tokens whose gradient the clipping removed.
     """
 
-    def step(lr: float, rows: list[int]) -> StepMetrics | None:
-        part = experience.select(rows)
-        own_tokens = float(sum(part.sampled_tokens()))
+    def step(lr: float, indices: list[int]) -> StepMetrics | None:
+        rows = experience.select(indices)
+        own_tokens = float(sum(rows.sampled_tokens()))
         tokens = collectives.all_reduce_sum({"tokens": own_tokens}, critic.grid.groups.dp)["tokens"]
         if not tokens:
             return None
-        loss = _critic_loss(part, clip or math.inf, 1 / tokens, critic.options.ops)
-        result, values = critic.train(part.prompts, part.responses, loss, critic.critic.values, lr)
+        loss = _critic_loss(rows, clip or math.inf, 1 / tokens, critic.options.ops)
+        result, values = critic.train(rows.prompts, rows.responses, loss, critic.critic.values, lr)
         own = {key: sum((v.sums[key] for v in values), 0.0) for key in _VALUE_SUMS}
         return result, collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
 
@@ -256,36 +256,35 @@ def _take_steps(
 class ActorLoss:
     """The policy loss of some rows, a worker.LossFunction."""
 
-    def __init__(self, part: Experience, algo: AlgoConfig, weights: list[float]) -> None:
-        """weights: that of a token of each row, see token_weights."""
+    def __init__(self, rows: Experience, algo: AlgoConfig, weights: list[float]) -> None:
+        """weights: for each row, the weight of each of its tokens, see token_weights."""
         settings = PolicyLossSettings(**{f.name: getattr(algo, f.name) for f in fields(PolicyLossSettings)})
         # A KL in the reward must not count in the loss as well.
         self.settings = settings if algo.kl_in == "loss" else replace(settings, kl_coef=0.0)
         self.error = ""  # of the user's function on this rank
-        self._part = part
-        lengths = [len(ids) for ids in part.responses]
+        self._rows = rows
+        lengths = [len(ids) for ids in rows.responses]
         per_row = torch.tensor(weights, dtype=torch.float64)
         per_token = per_row.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(cpu_bridge.default_device())
         # A masked token stays in the stream with weight 0.
-        if part.mask:
-            per_token *= torch.cat(part.mask).to(per_token.device)
+        if rows.mask:
+            per_token *= torch.cat(rows.mask).to(per_token.device)
         self._weights = per_token.split(lengths)
 
-    def tokens(self, batch: Packed, where: torch.device, dtype: torch.dtype) -> losses.PolicyTokens:
+    def tokens(self, batch: Packed, device: torch.device, dtype: torch.dtype) -> losses.PolicyTokens:
         """Return the inputs of the loss for the R tokens of a micro-batch. dtype: that of the model's activations."""
-        part = self._part
+        rows = self._rows
 
         def gathered(column: Sequence[Tensor]) -> Tensor:
-            return batch.gather(column).to(where, compute_dtype(dtype))
+            return batch.gather(column).to(device, compute_dtype(dtype))
 
-        rows = torch.arange(len(part))
         return losses.PolicyTokens(
-            rollout_log_probs=gathered(part.rollout_log_probs),
-            advantages=gathered(part.advantages),
+            rollout_log_probs=gathered(rows.rollout_log_probs),
+            advantages=gathered(rows.advantages),
             weights=gathered(self._weights),
-            old_log_probs=None if part.old_log_probs is None else gathered(part.old_log_probs),
-            reference_log_probs=None if part.reference_log_probs is None else gathered(part.reference_log_probs),
-            sequences=batch.repeat(rows).to(where) if self.settings.of_sequences else None,
+            old_log_probs=None if rows.old_log_probs is None else gathered(rows.old_log_probs),
+            reference_log_probs=None if rows.reference_log_probs is None else gathered(rows.reference_log_probs),
+            sequences=batch.repeat(torch.arange(len(rows))).to(device) if self.settings.of_sequences else None,
         )
 
     def __call__(self, batch: Packed, head: Head) -> tuple[Tensor, Any]:
@@ -300,16 +299,16 @@ class ActorLoss:
         return result.loss, replace(result, loss=result.loss.detach())
 
 
-def _critic_loss(part: Experience, clip: float, weight: float, ops: Backend) -> LossFunction:
-    if part.values is None or part.returns is None:
+def _critic_loss(rows: Experience, clip: float, weight: float, ops: Backend) -> LossFunction:
+    if rows.values is None or rows.returns is None:
         raise ValueError("update_critic: the experience has no values and returns")
-    old = part.values
-    returns = part.returns
+    old = rows.values
+    returns = rows.returns
 
     def loss(batch: Packed, values: Tensor) -> tuple[Tensor, Any]:
         weights = torch.full_like(values, weight)
-        if part.sampled is not None:
-            weights = weights * batch.gather(part.sampled).to(values)
+        if rows.sampled is not None:
+            weights = weights * batch.gather(rows.sampled).to(values)
         result = ops.value_loss(values, batch.gather(old).to(values), batch.gather(returns).to(values), weights, clip)
         return result.loss, replace(result, loss=result.loss.detach())
 

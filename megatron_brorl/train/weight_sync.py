@@ -27,10 +27,10 @@ from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Prompt, PromptGroup
 
-TRIES = 2
+TRIES = 2  # of a weight update
 PROMPTS = 2  # of a probe, per rank
-SIBLINGS = 2
-TOKENS = 16  # of a probe's prompt, and at most of a response
+SIBLINGS = 2  # responses to each prompt of a probe
+TOKENS = 16  # length of a probe's prompt, and largest length of its responses
 
 
 def sync_engines(models: TrainingModels, runner: RolloutRunner, version: int, config: Config) -> dict[str, float]:
@@ -191,10 +191,10 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int, replay_routes: 
     # The probe uses the same functions as a training step.
     groups = [PromptGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
     slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world_size)[grid.rank]
-    own_requests, group_of = requests(slots, groups, {}, 0)
+    own_requests, group_of = requests(slots, groups, begun={}, seed=0)
 
     new_tokens = max(1, min(TOKENS, shape.context - length))
-    sampling = Sampling(1.0, top_p=1.0, top_k=0, max_tokens=new_tokens, stop_ids=(), routes=replay_routes)
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=new_tokens, stop_ids=(), routes=replay_routes)
     result = engine.generate(own_requests, sampling)
 
     # The probe is small, so every replica of the actor scores all responses.
@@ -203,7 +203,7 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int, replay_routes: 
     rows = [row for rank in ranks for row in rank]
     inputs = [torch.tensor(prompts[g].token_ids) for g, _ in rows]
     routes = [r.routes for _, r in rows if r.routes is not None] if replay_routes else None
-    actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0, routes)
+    actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], temperature=1.0, routes=routes)
     gaps = torch.cat([(scored.cpu() - r.log_probs).abs() for scored, (_, r) in zip(actual, rows, strict=True)])
     # Replicas may round differently, and all ranks must take the same decision.
     gaps = collectives.all_reduce_tensor(gaps.nan_to_num(nan=float("inf")), dist.ReduceOp.MAX)

@@ -150,7 +150,7 @@ class Stage:
 
     shape: ModelShape  # without the head
     outputs: int  # of the head, per token
-    adapter_weights = 0  # of all ranks
+    adapter_weights = 0  # number of weights of the adapters on all ranks
     steps_taken = 0  # optimizer steps of this process
 
     def __init__(self, module: Actor, options: StageOptions, optim: OptimConfig | None) -> None:
@@ -160,14 +160,14 @@ class Stage:
         self.options = options
         self.optim = optim
         self.model: Any = module  # in DistributedDataParallel if it is trained
-        self._segments_of = 2 * self.grid.cp_size if self.grid.cp_size > 1 else 1
+        self._segments_of = 2 * self.grid.cp_size if self.grid.cp_size > 1 else 1  # an argument of packing.pack
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
-        self._multiple = self._segments_of * (self.grid.tp_size if self.grid.sequence_parallel else 1) * align
-        self._limit = options.tokens_per_micro_batch * self.grid.cp_size  # of a micro-batch, over its ranks
+        self._multiple_of = self._segments_of * (self.grid.tp_size if self.grid.sequence_parallel else 1) * align
+        self._max_tokens = options.tokens_per_micro_batch * self.grid.cp_size  # of a micro-batch on all ranks
         self._weights = Offload((lambda: (*module.parameters(), *module.buffers())) if options.offload else tuple)
         self._state = Offload(self._optimizer_tensors if options.offload and optim is not None else tuple)
         # Gradients need no copy in host memory, because every update starts from zeros.
-        self._gradients = Offload(tuple, self._gradient_buffers if optim is not None else tuple)
+        self._gradients = Offload(kept=tuple, dropped=self._gradient_buffers if optim is not None else tuple)
         if optim is not None:
             for layer in module.decoder.layers if options.freeze_router else ():
                 layer.mlp.router.requires_grad_(False)
@@ -233,11 +233,11 @@ class Stage:
         self._finish_gather()
         self._reload()
 
-    def _load(self, shape: ModelShape, directory: str | Path, own: Sequence[str]) -> None:
-        """Fill the weights, except `own`, and the optimizer's float32 masters from a Hugging Face directory."""
+    def _load(self, shape: ModelShape, directory: str | Path, skipped: Sequence[str]) -> None:
+        """Fill the weights, except `skipped`, and the optimizer's float32 masters from a Hugging Face directory."""
         # Weights in FP8 or bfloat16 are rounded, so masters made from them would differ from the file.
-        keep = self.options.distributed_optimizer and self.options.dtype != torch.float32
-        read = hugging_face.load(self.module, shape, directory, own, keep)
+        keep_values = self.options.distributed_optimizer and self.options.dtype != torch.float32
+        read = hugging_face.load(self.module, shape, directory, skipped, keep_values)
         if self.optim is not None:
             values = {**dict(self.module.named_parameters()), **read} if read else None
             # A ChainedOptimizer would pass the tensors only to its first optimizer. Experts have one of their own.
@@ -279,11 +279,11 @@ class Stage:
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         """Yield moments and float32 masters, without masters that are the weights themselves."""
-        own = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
-        for part in self.optimizer.chained_optimizers:
-            masters = (p for group in part.param_groups for p in group["params"])
-            for x in (*masters, *(x for state in part.optimizer.state.values() for x in state.values())):
-                if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in own:
+        weight_storages = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
+        for chained in self.optimizer.chained_optimizers:
+            masters = (p for group in chained.param_groups for p in group["params"])
+            for x in (*masters, *(x for state in chained.optimizer.state.values() for x in state.values())):
+                if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in weight_storages:
                     yield x
 
     def _gradient_buffers(self) -> list[Tensor]:
@@ -377,13 +377,13 @@ class Stage:
         """Pack rows of [tokens] each into micro-batches, with this rank's tokens of them in context parallelism.
 
         With expert parallelism, ranks exchange tokens in every micro-batch. This is then a collective of all replicas,
-        and the ranks with fewer micro-batches get further ones without rows.
+        and the ranks with fewer micro-batches get additional ones without rows.
         """
-        packing = self._limit, self._multiple, self.options.share_prompt, self._segments_of
+        packing = self._max_tokens, self._multiple_of, self.options.share_prompt, self._segments_of
         batches = pack(prompts, responses, *packing, routes)
         if self.grid.ep_size > 1:
-            most = all_reduce_max({"batches": float(len(batches))}, self.grid.groups.dp)["batches"]
-            batches += pack([], [], *packing) * (int(most) - len(batches))
+            largest = all_reduce_max({"batches": float(len(batches))}, self.grid.groups.dp)["batches"]
+            batches += pack([], [], *packing) * (int(largest) - len(batches))
         if self.grid.cp_size == 1:
             return batches
         return [split_for_rank(batch, self.grid.groups.cp.rank(), self.grid.cp_size) for batch in batches]
@@ -465,12 +465,12 @@ class Worker(Stage):
         logits_of_row: dict[int, Tensor] = {}
 
         def collect(batch: Packed, head: Head) -> tuple[Tensor, Any]:
-            rows, at = batch.last_tokens()
-            logits_of_row.update(zip(rows, head.logits(at).cpu(), strict=True))
+            rows, positions = batch.last_tokens()
+            logits_of_row.update(zip(rows, head.logits(positions).cpu(), strict=True))
             return head.hidden.sum(), None
 
         with torch.no_grad():
-            self._run(self.micro_batches(prompts, responses), collect, self.head(1.0), forward_only=True)
+            self._run(self.micro_batches(prompts, responses), collect, self.head(temperature=1.0), forward_only=True)
         if not self.grid.last_stage:
             return None
         table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.options.dtype))

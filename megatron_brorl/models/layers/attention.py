@@ -71,7 +71,7 @@ class Segments(PackedSeqParams):
         )
 
     @cached_property
-    def own(self) -> gpu_attention.Pieces:
+    def self_attention(self) -> gpu_attention.Pieces:
         """The kernels' description of the segments, each of which attends causally to itself."""
         lengths = self.table[:, 1]
         limits = gpu_attention.limits(lengths, lengths, cpu_bridge.default_device())
@@ -105,7 +105,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale:
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if gpu_attention.supports(query):
-        calls = [segments.own]
+        calls = [segments.self_attention]
         keys = [key, value]
         if segments.shared:
             to_prompts, copies = segments.prompts
@@ -119,8 +119,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale:
         # The tokens of a group are contiguous: its prompt, then its runs of equally long segments.
         prompt = slice(begin, begin + group.prefix)
         begin += group.prefix + sum(count * length for count, length in group.segments)
-        own = slice(prompt.stop, begin)
-        q, k, v = (x[own] for x in (query, key, value))
+        after_prompt = slice(prompt.stop, begin)
+        q, k, v = (x[after_prompt] for x in (query, key, value))
         # Without a shared prompt every segment includes its own.
         if not group.prefix:
             outputs.append(_causal(q, k, v, group.segments, scale))
@@ -229,8 +229,8 @@ def _causal(
     for (count, length), (q, k, v) in zip(segments, _runs(segments, query, key, value), strict=True):
         mask = None
         if prompt:
-            first_k, first_v = (_batched(x, 1, len(x)).expand(count, -1, -1, -1) for x in prompt)
-            k, v = torch.cat((first_k, k), dim=2), torch.cat((first_v, v), dim=2)
+            prompt_k, prompt_v = (_batched(x, 1, len(x)).expand(count, -1, -1, -1) for x in prompt)
+            k, v = torch.cat((prompt_k, k), dim=2), torch.cat((prompt_v, v), dim=2)
             mask = q.new_ones(length, k.shape[2], dtype=torch.bool).tril(len(prompt[0]))
         out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
@@ -265,9 +265,9 @@ class _Attention(torch.autograd.Function):
         total = None
         grad_keys: list[Tensor] = []
         for i, call in enumerate(ctx.calls):
-            grad_query, *own = call.backward(grad, query, keys[2 * i : 2 * i + 2], out, lse, ctx.scale)
+            grad_query, *call_grad_keys = call.backward(grad, query, keys[2 * i : 2 * i + 2], out, lse, ctx.scale)
             total = grad_query if total is None else total + grad_query
-            grad_keys += own
+            grad_keys += call_grad_keys
         return None, None, total, *grad_keys
 
 
@@ -282,7 +282,7 @@ class _Runs:
     def forward(self, query: Tensor, keys: Sequence[Tensor], scale: float) -> Iterator[Tensor]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         runs = zip(_runs(self.queries, query), _runs(self.keys, *keys), strict=True)
-        parts = [flash(*q, *kv, 0.0, self.causal, scale=scale) for q, kv in runs]
+        parts = [flash(*q, *kv, dropout_p=0.0, is_causal=self.causal, scale=scale) for q, kv in runs]
         return (_concatenate([_flat(p[i]) for p in parts]) for i in range(2))
 
     def backward(
@@ -290,7 +290,8 @@ class _Runs:
     ) -> Iterator[Tensor]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         runs = zip(_runs(self.queries, grad, query, out, lse), _runs(self.keys, *keys), strict=True)
-        parts = [flash(g, q, *kv, o, s, 0.0, self.causal, scale=scale) for (g, q, o, s), kv in runs]
+        settings = {"dropout_p": 0.0, "is_causal": self.causal, "scale": scale}
+        parts = [flash(g, q, *kv, o, lse, **settings) for (g, q, o, lse), kv in runs]
         return (_concatenate([_flat(p[i]) for p in parts]) for i in range(3))
 
 

@@ -94,8 +94,8 @@ class FusedExperts(SequentialMLP):
         """rows [R, H], sorted by expert, and the router's weights [R] of them -> [R, H] and no bias."""
         outputs = []
         # An expert without tokens takes part, too, because overlapped reductions wait for the gradient of each weight.
-        for expert, own in zip(self.local_experts, rows.split(tokens_per_expert.tolist()), strict=True):
-            gate_up, _ = ops.linear(own, expert.linear_fc1.weight, None)
+        for expert, expert_rows in zip(self.local_experts, rows.split(tokens_per_expert.tolist()), strict=True):
+            gate_up, _ = ops.linear(expert_rows, expert.linear_fc1.weight, None)
             outputs.append(ops.swiglu_linear(gate_up, expert.linear_fc2.weight)[0])
         out = torch.cat(outputs)
         return (out * weights.unsqueeze(-1)).to(out.dtype), None

@@ -34,11 +34,11 @@ class Pieces:
     def forward(self, query: Tensor, keys: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
         """query [T, heads, d], key and value [n, kv_heads, d] -> output and log-sum-exp of the scores [T, heads]."""
         if query.dtype in _FLASH:
-            flash = torch.ops.aten._flash_attention_forward
+            flash = torch.ops.aten._flash_attention_forward  # last arguments: dropout, causal, debug mask
             out, lse = flash(query, *keys, *self.limits, 0.0, self.causal, False, scale=scale)[:2]
             lse = lse.t()
         else:
-            efficient = torch.ops.aten._efficient_attention_forward
+            efficient = torch.ops.aten._efficient_attention_forward  # None: no bias; last: dropout, mask, return lse
             batch = (x.unsqueeze(0) for x in (query, *_per_head(query, keys)))
             out, lse = efficient(*batch, None, *self.limits, 0.0, int(self.causal), True, scale=scale)[:2]
             out, lse = out.squeeze(0), lse[self._places]
@@ -62,7 +62,7 @@ class Pieces:
         padded[self._places] = lse
         efficient = torch.ops.aten._efficient_attention_backward
         g, q, k, v, o = (x.unsqueeze(0) for x in (grad, query, *_per_head(query, keys), out))
-        settings = (0.0, *state, int(self.causal), False)
+        settings = (0.0, *state, int(self.causal), False)  # dropout, random state, mask, gradient of a bias
         with _deterministic():
             grads = efficient(g, q, k, v, None, o, *self.limits, padded, *settings, scale=scale)[:3]
         grad_query, *grad_keys = (x.squeeze(0) for x in grads)
@@ -82,12 +82,13 @@ def shared_prompts(table: Tensor, device: torch.device) -> tuple[Pieces, Repeate
     table: layers.attention.segment_table.
     """
     pieces = []  # number of queries, first key, number of keys
-    for (prompt, keys), rows in groupby(table.tolist(), key=lambda row: row[2:]):
+    for (prompt, length), rows in groupby(table.tolist(), key=lambda row: row[2:]):
         tokens = sum(row[1] for row in rows)
-        pieces += [(min(PIECE, tokens - begin), prompt, keys) for begin in range(0, tokens, PIECE)]
+        pieces += [(min(PIECE, tokens - begin), prompt, length) for begin in range(0, tokens, PIECE)]
     queries, first, keys = torch.tensor(pieces).T
     ignored = (keys == 0).repeat_interleave(queries)
     keys = keys.clamp(min=1)
+    # For each piece, its prompt's rows: first, first + 1, ..., first + keys - 1.
     copies = torch.arange(int(keys.sum())) + (first - keys.cumsum(0) + keys).repeat_interleave(keys)
     attention = Pieces(limits(queries, keys, device), causal=False, ignored=ignored.unsqueeze(1).to(device))
     return attention, RepeatedRows(copies.to(device), len(ignored))
@@ -95,8 +96,8 @@ def shared_prompts(table: Tensor, device: torch.device) -> tuple[Pieces, Repeate
 
 def limits(queries: Tensor, keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Return Pieces.limits of pieces with these numbers of queries and keys."""
-    a, b = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).to(device, torch.int32) for x in (queries, keys))
-    return a, b, int(queries.max()), int(keys.max())
+    ends = [torch.nn.functional.pad(x.cumsum(0), (1, 0)).to(device, torch.int32) for x in (queries, keys)]
+    return ends[0], ends[1], int(queries.max()), int(keys.max())
 
 
 def _per_head(query: Tensor, keys: Sequence[Tensor]) -> list[Tensor]:

@@ -158,7 +158,7 @@ class RowAdapted(Adapted):
         return self.with_adapters(out, None if a is None else linear(x, a)), bias
 
     def over_ranks(self, down: Tensor) -> Tensor:
-        """Return the sum over ranks of their products `down`, also of their parts of the layer's result."""
+        """Return the sum of `down` over ranks. Fused layers also sum the parts of the layer's result with it."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(down, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(down, group=self.tp_group)
@@ -194,18 +194,18 @@ def add_adapters(actor: Any, lora: LoraConfig, seed: int) -> None:
     modules = {global_name(actor, name): module for name, module in actor.named_modules()}
     weights = {entry.megatron: entry for entry in entries(shape, grid.pp_size)}
     table = [entry for entry in adapter_entries(shape, grid.pp_size, lora) if entry.stage == grid.pp_rank]
-    for of_a, of_b in zip(table[::2], table[1::2], strict=True):
-        name, _, target = of_a.megatron.removesuffix(".a").partition(".lora.")
+    for a_entry, b_entry in zip(table[::2], table[1::2], strict=True):
+        name, _, target = a_entry.megatron.removesuffix(".a").partition(".lora.")
         weight = weights[f"{name}.weight"]
         rows = _rows(weight, target, shape, grid)
         # Kaiming-uniform as in PEFT, which is +-1 / sqrt(in).
-        bound = of_a.hf_shapes[0][1] ** -0.5
-        generator = torch.Generator().manual_seed(stream_key(seed, of_a.hf[0]))
-        full = torch.empty(of_a.hf_shapes[0]).uniform_(-bound, bound, generator=generator)
-        a = to_local(of_a, [full], shape.kv_heads, grid.tp_rank, grid.tp_size)
+        bound = a_entry.hf_shapes[0][1] ** -0.5
+        generator = torch.Generator().manual_seed(stream_key(seed, a_entry.hf[0]))
+        full = torch.empty(a_entry.hf_shapes[0]).uniform_(-bound, bound, generator=generator)
+        a = to_local(a_entry, [full], shape.kv_heads, grid.tp_rank, grid.tp_size)
         adapter = Adapter(a.contiguous(), torch.zeros(len(rows), lora.rank), rows)
         # Read by megatron.core.distributed.finalize_model_grads.
-        for entry, parameter in ((of_a, adapter.a), (of_b, adapter.b)):
+        for entry, parameter in ((a_entry, adapter.a), (b_entry, adapter.b)):
             parameter.sequence_parallel = grid.sequence_parallel and entry.layout == "whole"  # type: ignore[attr-defined]
         layer = modules[name]
         if layer.lora is None:
@@ -215,8 +215,8 @@ def add_adapters(actor: Any, lora: LoraConfig, seed: int) -> None:
 
 def _rows(weight: WeightEntry, target: str, shape: ModelShape, grid: Grid) -> Tensor:
     """Return the rows of this rank's part of a weight that belong to a target, in ascending order."""
-    # Convert full tensors as those of the weight, with one column per rank, that only say which tensor they are.
-    numbers = [torch.full((rows, grid.tp_size), i) for i, (rows, _) in enumerate(weight.hf_shapes)]
-    local = to_local(weight, numbers, shape.kv_heads, grid.tp_rank, grid.tp_size)
+    # Split stand-ins for the Hugging Face tensors, with a column per rank, whose values are the index of the tensor.
+    stand_ins = [torch.full((rows, grid.tp_size), i) for i, (rows, _) in enumerate(weight.hf_shapes)]
+    local = to_local(weight, stand_ins, shape.kv_heads, grid.tp_rank, grid.tp_size)
     targets = [name.split(".")[-2] for name in weight.hf]
     return (local[:, 0] == targets.index(target)).nonzero().squeeze(1)

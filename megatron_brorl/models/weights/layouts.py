@@ -51,7 +51,7 @@ def local_shape(entry: WeightEntry, size: int) -> tuple[int, ...]:
     """Return the shape of one rank's part of an entry that is split over `size` tensor-parallel ranks."""
     first, *rest = entry.hf_shapes[0]
     if entry.layout == "vocab":
-        return (-(-first // size), *rest)
+        return (-(-first // size), *rest)  # rounded up, with padding on the last ranks
     if entry.layout == "columns":
         return (first, rest[0] // size)
     rows = sum(shape[0] for shape in entry.hf_shapes)

@@ -20,7 +20,7 @@ def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[Wei
     """
     table = []
     for layer, expert, parameter in _parameters(shape):
-        of_hf = _in_layer("model.layers", layer)
+        hf_prefix = _in_layer("model.layers", layer)
 
         # Stages have equally many layers. The first also has the embedding, the last the final norm and the head.
         if layer is None:
@@ -31,7 +31,7 @@ def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[Wei
         table.append(
             WeightEntry(
                 _in_layer("decoder.layers", layer) + parameter.name(te_names),  # layers are counted over all stages
-                tuple(of_hf + name for name in parameter.hf),  # several if Megatron has them in one matrix
+                tuple(hf_prefix + name for name in parameter.hf),  # several if Megatron has them in one matrix
                 tuple(_sizes(shape, parameter).values()),  # of the whole tensors, not of a rank's part
                 parameter.layout,
                 stage,
@@ -54,11 +54,11 @@ def adapter_entries(shape: ModelShape, pp_size: int, lora: LoraConfig) -> list[W
             megatron = _in_layer("decoder.layers", layer) + parameter.megatron.removesuffix("weight") + "lora." + target
             peft = "base_model.model." + _in_layer("model.layers", layer) + module
             stage = layer * pp_size // shape.layers
-            a, b = (lora.rank, size[1]), (size[0], lora.rank)
-            of_a: Layout = "columns" if split_inputs else "whole"
-            of_b: Layout = "whole" if split_inputs else "rows"
-            table.append(WeightEntry(f"{megatron}.a", (f"{peft}.lora_A.weight",), (a,), of_a, stage))
-            table.append(WeightEntry(f"{megatron}.b", (f"{peft}.lora_B.weight",), (b,), of_b, stage))
+            a_shape, b_shape = (lora.rank, size[1]), (size[0], lora.rank)
+            a_layout: Layout = "columns" if split_inputs else "whole"
+            b_layout: Layout = "whole" if split_inputs else "rows"
+            table.append(WeightEntry(f"{megatron}.a", (f"{peft}.lora_A.weight",), (a_shape,), a_layout, stage))
+            table.append(WeightEntry(f"{megatron}.b", (f"{peft}.lora_B.weight",), (b_shape,), b_layout, stage))
     return table
 
 
@@ -94,8 +94,8 @@ def global_name(actor: Any, name: str) -> str:
     if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
         parts[2] = str(int(parts[2]) + actor.decoder.layers[0].layer_number - 1)
     if "local_experts" in parts[:-1]:
-        at = parts.index("local_experts") + 1
-        parts[at] = str(int(parts[at]) + actor.grid.ep_rank * (actor.shape.experts // actor.grid.ep_size))
+        index = parts.index("local_experts") + 1
+        parts[index] = str(int(parts[index]) + actor.grid.ep_rank * (actor.shape.experts // actor.grid.ep_size))
     return ".".join(parts)
 
 

@@ -26,9 +26,9 @@ def make_buckets(
 ) -> list[list[WeightEntry]]:
     """Split the entries into buckets of at most `limit` bytes of full tensors. A larger entry gets its own bucket.
 
-    item_bytes: size of one element. expert_ranks: ranks over which experts are distributed. The first expert of each
-    rank has its entry in the same bucket, in the order of the ranks, and so on, so that one gather can send all of
-    them; if these entries are larger than `limit`, they are the only ones of the bucket.
+    item_bytes: size of one element. expert_ranks: ranks over which experts are distributed. The entries of the
+    k-th expert of every rank are in one bucket, in the order of the ranks, so that one gather can send all of them. If
+    these entries are larger than `limit`, they are the only ones of their bucket.
     """
     buckets: list[list[WeightEntry]] = []
     size = 0
@@ -44,12 +44,12 @@ def make_buckets(
 
 def _groups(entries: Sequence[WeightEntry], expert_ranks: int) -> Iterator[list[WeightEntry]]:
     """Yield the entries that are sent together: one, or those of the k-th expert of every rank."""
-    for of_experts, adjacent in groupby(entries, lambda entry: entry.expert is not None):
+    for is_expert, adjacent in groupby(entries, lambda entry: entry.expert is not None):
         run, size = list(adjacent), 1
-        if of_experts:
+        if is_expert:
             size = expert_ranks
-            each = len({entry.expert for entry in run}) // size
-            run.sort(key=lambda entry: (entry.expert or 0) % each)  # Experts of the same k stay in the order of ranks.
+            per_rank = len({entry.expert for entry in run}) // size
+            run.sort(key=lambda entry: (entry.expert or 0) % per_rank)  # stable: keeps the order of ranks
         yield from (run[i : i + size] for i in range(0, len(run), size))
 
 
@@ -70,10 +70,10 @@ def stream(
     for bucket in buckets:
         names = [name for entry in bucket for name in entry.hf]
         full: list[Tensor] = []
-        sums = torch.empty(len(names), dtype=torch.int64, device=device)
+        checksums = torch.empty(len(names), dtype=torch.int64, device=device)
         if bucket[0].stage == grid.pp_rank:
             full = _gather(bucket, kv_heads, parameters, grid)
-            torch.stack([checksum(name, x) for name, x in zip(names, full, strict=True)], out=sums)
+            torch.stack([checksum(name, x) for name, x in zip(names, full, strict=True)], out=checksums)
 
         if grid.pp_size > 1:
             shapes = [shape for entry in bucket for shape in entry.hf_shapes]
@@ -83,11 +83,11 @@ def stream(
                 message = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device)
             owner = dist.get_global_rank(grid.groups.pp, bucket[0].stage)  # in this rank's own pipeline
             dist.broadcast(message, owner, group=grid.groups.pp)
-            dist.broadcast(sums, owner, group=grid.groups.pp)
+            dist.broadcast(checksums, owner, group=grid.groups.pp)
             full = _split(message, shapes)
 
-        for name, tensor, total in zip(names, full, sums, strict=True):
-            yield ChecksummedTensor(name, tensor, total)
+        for name, tensor, value in zip(names, full, checksums, strict=True):
+            yield ChecksummedTensor(name, tensor, value)
 
 
 def _gather(bucket: Sequence[WeightEntry], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:
@@ -95,28 +95,28 @@ def _gather(bucket: Sequence[WeightEntry], kv_heads: int, parameters: Mapping[st
     parts: dict[str, Sequence[Tensor]] = {}  # by Megatron name
     sharded = [entry for entry in bucket if entry.layout != "whole"]
     if grid.tp_size > 1 and sharded:
-        of_ranks = _all_gather([parameters[entry.megatron] for entry in sharded], grid.groups.tp)
-        parts |= zip((entry.megatron for entry in sharded), of_ranks, strict=True)
+        gathered = _all_gather([parameters[entry.megatron] for entry in sharded], grid.groups.tp)
+        parts |= zip((entry.megatron for entry in sharded), gathered, strict=True)
     experts = [entry for entry in bucket if entry.expert is not None]
     if grid.ep_size > 1 and experts:
-        own = experts[grid.ep_rank :: grid.ep_size]
-        of_ranks = _all_gather([parameters[entry.megatron] for entry in own], grid.groups.ep)
-        parts |= zip((entry.megatron for entry in experts), ((x,) for row in of_ranks for x in row), strict=True)
+        own_experts = experts[grid.ep_rank :: grid.ep_size]
+        gathered = _all_gather([parameters[entry.megatron] for entry in own_experts], grid.groups.ep)
+        parts |= zip((entry.megatron for entry in experts), ((x,) for row in gathered for x in row), strict=True)
 
     full: list[Tensor] = []
     for entry in bucket:
-        of_entry = parts.get(entry.megatron) or (parameters[entry.megatron].detach(),)
-        full.extend(x.contiguous() for x in to_hf(entry, of_entry, kv_heads))
+        entry_parts = parts.get(entry.megatron) or (parameters[entry.megatron].detach(),)
+        full.extend(x.contiguous() for x in to_hf(entry, entry_parts, kv_heads))
     return full
 
 
-def _all_gather(own: Sequence[Tensor], group: dist.ProcessGroup) -> list[tuple[Tensor, ...]]:
-    """Return for each tensor those of all ranks of the group, which have the same shape."""
-    message = torch.cat([x.detach().flatten() for x in own])
+def _all_gather(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[tuple[Tensor, ...]]:
+    """Return for each tensor the tensors of all ranks of the group in its place, which have the same shape."""
+    message = torch.cat([x.detach().flatten() for x in tensors])
     messages = [torch.empty_like(message) for _ in range(group.size())]
     dist.all_gather(messages, message, group=group)
-    shapes = [tuple(x.shape) for x in own]
-    return list(zip(*(_split(each, shapes) for each in messages), strict=True))
+    shapes = [tuple(x.shape) for x in tensors]
+    return list(zip(*(_split(received, shapes) for received in messages), strict=True))
 
 
 def _split(message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -69,7 +69,7 @@ class _ValueLoss(torch.autograd.Function):
         gradient, sums = torch.ops.brorl.value_loss(values, old_values, returns, weights, clip)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(sums)
-        return sums[5].to(values.dtype), sums
+        return sums[5].to(values.dtype), sums  # sums[5]: the loss
 
     @staticmethod
     @once_differentiable

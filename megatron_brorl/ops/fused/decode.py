@@ -14,7 +14,7 @@ from megatron_brorl.ops.interface import DecodeBatch, HeadNorms
 from megatron_brorl.ops.reference import sampling
 from megatron_brorl.ops.reference.decode import DecodeOps
 
-# With one split, the result of a row does not depend on the other rows. Older releases of torch never split here.
+# With one split of the keys, a row's result does not depend on other rows. Older releases of torch never split here.
 _ARGUMENTS = {a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments}
 _ONE_SPLIT = {"num_splits": 1} if "num_splits" in _ARGUMENTS else {}
 
@@ -68,18 +68,18 @@ class _Sequences:
     """Sequences of queries, each with its keys, in the terms of the kernels. Q queries, s sequences."""
 
     queries: Tensor  # [s + 1] int32: the first query of each sequence, and Q
-    keys: Tensor  # [s + 1] int32: index of its first key; the last number is not used
-    lengths: Tensor  # [s] int32: its keys
-    most: int  # maximum number of queries of a sequence
+    keys: Tensor  # [s + 1] int32: index of the first key of each sequence; the last number is not used
+    lengths: Tensor  # [s] int32: number of keys of each sequence
+    max_queries: int  # maximum number of queries of a sequence
     sequence: Tensor  # [Q] int64: the sequence of each query
-    place: Tensor  # [Q] int64: its index in the sequence
+    place: Tensor  # [Q] int64: index of each query in its sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class _FlashBatch(DecodeBatch):
     new: Tensor  # [B] int64: index of the key of each row's newest token
-    own: _Sequences
-    prompt: _Sequences
+    own: _Sequences  # for the attention to own tokens
+    prompt: _Sequences  # for the attention to prompts
 
 
 class FlashDecode(DecodeOps):
@@ -103,23 +103,23 @@ class FlashDecode(DecodeOps):
 
     def prepare(self, batch: DecodeBatch, page: int, queries_per_key: int) -> DecodeBatch:
         rows, device = len(batch.lengths), batch.lengths.device
-        each = torch.arange(rows + 1, device=device)
+        row_starts = torch.arange(rows + 1, device=device)
         groups = torch.arange(len(batch.prompt_lengths) + 1, device=device)
 
-        def sequences(first_row: Tensor, table: Tensor, lengths: Tensor, most: int) -> _Sequences:
+        def sequences(first_row: Tensor, table: Tensor, lengths: Tensor, max_rows: int) -> _Sequences:
             first = first_row * queries_per_key
             query = torch.arange(rows * queries_per_key, device=device)
+            # An empty group has the first query of the next group, or Q. Of equal entries, take the last group.
             sequence = torch.searchsorted(first, query, right=True) - 1
-            # A group may be empty, so that its first query is that of the next one or Q.
             starts = pad(table[:, 0] * page, (0, 1))
-            # Rows that pad a batch may make a group larger than `most`. Nothing reads their results.
-            place = (query - first[sequence]).clamp(max=most * queries_per_key - 1)
-            return _Sequences(first.int(), starts.int(), lengths.int(), most * queries_per_key, sequence, place)
+            # Rows that pad a batch may make a group larger than `max_rows`. Nothing reads their results.
+            place = (query - first[sequence]).clamp(max=max_rows * queries_per_key - 1)
+            return _Sequences(first.int(), starts.int(), lengths.int(), max_rows * queries_per_key, sequence, place)
 
         return _FlashBatch(
             **vars(batch),
             new=batch.tables[:, 0].long() * page + batch.lengths - 1,
-            own=sequences(each, batch.tables, batch.lengths, 1),
+            own=sequences(row_starts, batch.tables, batch.lengths, max_rows=1),
             prompt=sequences(
                 torch.searchsorted(batch.prompts, groups),
                 batch.prompt_tables,
@@ -168,15 +168,15 @@ def _attention(
     q: Tensor, keys: Tensor, values: Tensor, sequences: _Sequences, page: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return attention [Q, K, d] of queries q [Q, K, d] to keys and values [tokens, K, d], and log-sum-exps [Q, K]."""
-    s = sequences
+    s = sequences  # Arguments after `page`: dropout, mask type or causal, log-sum-exps or debug mask.
     if q.dtype == torch.float32:
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            q[None], keys[None], values[None], None, s.queries, s.keys, s.most, page, 0.0, 0, True,
+            q[None], keys[None], values[None], None, s.queries, s.keys, s.max_queries, page, 0.0, 0, True,
             scale=scale, seqlen_k=s.lengths,
         )  # fmt: skip
         return out[0], lse[s.sequence, :, s.place]  # the kernel pads the log-sum-exps of each sequence
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, keys, values, s.queries, s.keys, s.most, page, 0.0, False, False,
+        q, keys, values, s.queries, s.keys, s.max_queries, page, 0.0, False, False,
         scale=scale, seqused_k=s.lengths, **_ONE_SPLIT,
     )  # fmt: skip
     return out, lse.t()

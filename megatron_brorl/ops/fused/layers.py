@@ -20,7 +20,7 @@ WIDE = 16  # attention needs a multiple of it as head size; others are padded wi
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return x [..., K] weight [N, K]^T + bias [N] and, with the a [R, K] of adapters, x a^T. torch computes bfloat16.
+    """Return x [..., K] weight [N, K]^T + bias [N] and, for adapters, x a [R, K]^T. torch computes bfloat16.
 
     If weight has a main_grad (Megatron's sum over micro-batches), its gradient is added there and weight.grad is a
     placeholder, as with Megatron's gradient_accumulation_fusion. A frozen weight or bias gets no gradient.
@@ -63,7 +63,7 @@ def attend(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Tensor, scale: float
 
     For each kv head qkv has the queries that share its key, the key and the value. Queries and keys are rotated in
     place as by ops.rope.rotate, with cos and sin [T, d / 2], so no other function may need qkv. segments [S, 4] int64
-    cover the stream in order: first token, length, and both of the prefix (length 0: none). A token attends to its
+    cover the stream in order: first token and length, and those of the prefix (length 0: none). A token attends to its
     segment up to itself and to all of the prefix, which is an earlier segment without a prefix.
     """
     width = qkv.shape[-1]
@@ -85,9 +85,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, a = ctx.saved_tensors
-        gradient, of_down = _flat(upstream[0]), _flat(upstream[1])
-        of_x = _like(_of_rows(gradient, weight, of_down, a), upstream[0])
-        return of_x, _of_weight(weight, gradient, rows), _of_bias(bias, gradient), _of_a(of_down, rows)
+        gradient, down_grad = _flat(upstream[0]), _flat(upstream[1])
+        x_grad = _like(_rows_grad(gradient, weight, down_grad, a), upstream[0])
+        return x_grad, _weight_grad(weight, gradient, rows), _bias_grad(bias, gradient), _a_grad(down_grad, rows)
 
 
 class _NormLinear(torch.autograd.Function):
@@ -103,11 +103,11 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, norm, inverse_rms, weight, bias, a = ctx.saved_tensors
-        gradient, of_down = _flat(upstream[0]), _flat(upstream[1])
-        normed = _of_rows(gradient, weight, of_down, a)  # the gradient; the next line overwrites it by the normed rows
-        of_x, of_norm = torch.ops.brorl.rms_norm_gradient_(normed, rows, norm, inverse_rms)
-        of_parameters = _of_weight(weight, gradient, normed), _of_bias(bias, gradient), _of_a(of_down, normed)
-        return _like(of_x, upstream[0]), of_norm, None, *of_parameters
+        gradient, down_grad = _flat(upstream[0]), _flat(upstream[1])
+        normed = _rows_grad(gradient, weight, down_grad, a)  # gradient; the next line overwrites it by the normed rows
+        x_grad, norm_grad = torch.ops.brorl.rms_norm_gradient_(normed, rows, norm, inverse_rms)
+        parameter_grads = _weight_grad(weight, gradient, normed), _bias_grad(bias, gradient), _a_grad(down_grad, normed)
+        return _like(x_grad, upstream[0]), norm_grad, None, *parameter_grads
 
 
 class _SwiGluLinear(torch.autograd.Function):
@@ -121,11 +121,11 @@ class _SwiGluLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, a = ctx.saved_tensors
-        gradient, of_down = _flat(upstream[0]), _flat(upstream[1])
-        gated = _of_rows(gradient, weight, of_down, a)  # the gradient; the next line overwrites it by silu(gate) * up
+        gradient, down_grad = _flat(upstream[0]), _flat(upstream[1])
+        gated = _rows_grad(gradient, weight, down_grad, a)  # gradient; the next line overwrites it by silu(gate) * up
         torch.ops.brorl.silu_mul_gradient_(gated, rows)
         increment_version(rows)  # makes a second backward pass fail
-        return _like(rows, upstream[0]), _of_weight(weight, gradient, gated), _of_a(of_down, gated)
+        return _like(rows, upstream[0]), _weight_grad(weight, gradient, gated), _a_grad(down_grad, gated)
 
 
 class _AddProduct(torch.autograd.Function):
@@ -159,15 +159,15 @@ def _down(rows: Tensor, a: Tensor | None, x: Tensor) -> Tensor | None:
     return None if a is None else _like(_product(rows, a.t()), x)
 
 
-def _of_rows(gradient: Tensor, weight: Tensor, of_down: Tensor | None, a: Tensor | None) -> Tensor:
+def _rows_grad(gradient: Tensor, weight: Tensor, down_grad: Tensor | None, a: Tensor | None) -> Tensor:
     """Return the gradient of the rows that were multiplied by weight and by a."""
     out = _product(gradient, weight)
-    if of_down is not None and a is not None:
-        _add_product(out, of_down, a)
+    if down_grad is not None and a is not None:
+        _add_product(out, down_grad, a)
     return out
 
 
-def _of_weight(weight: Any, gradient: Tensor, rows: Tensor) -> Tensor | None:
+def _weight_grad(weight: Any, gradient: Tensor, rows: Tensor) -> Tensor | None:
     if not weight.requires_grad:
         return None
     if not hasattr(weight, "main_grad"):
@@ -177,12 +177,12 @@ def _of_weight(weight: Any, gradient: Tensor, rows: Tensor) -> Tensor | None:
     return torch.empty_like(weight)  # never read
 
 
-def _of_bias(bias: Tensor | None, gradient: Tensor) -> Tensor | None:
+def _bias_grad(bias: Tensor | None, gradient: Tensor) -> Tensor | None:
     return None if bias is None or not bias.requires_grad else gradient.sum(dim=0)
 
 
-def _of_a(of_down: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if of_down is None else _product(of_down.t(), rows)
+def _a_grad(down_grad: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if down_grad is None else _product(down_grad.t(), rows)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class _RmsNorm(torch.autograd.Function):
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, segments: Tensor, scale: float) -> Tensor:
-        torch.ops.brorl.rotate_(qkv[:, :, :-1], cos, sin, False)
+        torch.ops.brorl.rotate_(qkv[:, :, :-1], cos, sin, inverse=False)
         increment_version(qkv)  # makes the backward pass of a function that saved qkv fail
         out, log_sums = torch.ops.brorl.segment_attention(qkv, segments, scale)
         # qkv may be a view of a result of _Linear or _NormLinear. Unpacking a saved input asks for its grad_fn, which
@@ -239,6 +239,6 @@ class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         *saved, cos, sin = ctx.saved_tensors
-        of_qkv = torch.ops.brorl.segment_attention_gradient(upstream[0].contiguous(), *saved, ctx.scale)
-        torch.ops.brorl.rotate_(of_qkv[:, :, :-1], cos, sin, True)
-        return of_qkv, None, None, None, None
+        qkv_grad = torch.ops.brorl.segment_attention_gradient(upstream[0].contiguous(), *saved, ctx.scale)
+        torch.ops.brorl.rotate_(qkv_grad[:, :, :-1], cos, sin, inverse=True)
+        return qkv_grad, None, None, None, None

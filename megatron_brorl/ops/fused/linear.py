@@ -26,8 +26,8 @@ from megatron_brorl.ops.interface import Group, compute_dtype
 # Rows of logits held at a time. Fewer make the products slower, because every chunk reads and writes the weight's
 # gradient. More only take memory. CHUNK_BYTES lowers the number for very large vocabularies.
 CHUNK_ROWS = {"cpu": 512}  # on a GPU: see chunk_rows
-FEWEST_ROWS = 64
-CHUNK_BYTES = 1 << 30
+FEWEST_ROWS = 64  # smallest chunk
+CHUNK_BYTES = 1 << 30  # of logits
 ROWS_MOVED = 16  # rows of logits copied at a time
 TILE = (128, 256)  # rows and columns of a product that one multiprocessor of a GPU computes at a time
 VECTOR = 4  # logits that a GPU reads at a time
@@ -59,7 +59,7 @@ def linear_ppo_loss(
     """Compute reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
 
     The log-probabilities are bitwise those of linear_log_probs on the same rows. On a GPU this requires that every row
-    has a gradient, because the others are sorted to the end. Unless settings.of_sequences, the backward pass scales the
+    has a gradient: rows without one are sorted to the end. Unless settings.of_sequences, the backward pass scales the
     gradients of the forward pass in place, so a second backward pass raises RuntimeError.
     """
     shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
@@ -67,7 +67,7 @@ def linear_ppo_loss(
     if settings.of_sequences:
         log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
         return policy_loss(log_probs, entropy, tokens, settings)
-    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
+    needs_grad = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     order = None
     trained = len(hidden)
     if not _drops_rows_per_chunk(hidden):
@@ -78,7 +78,7 @@ def linear_ppo_loss(
     if order is not None:
         hidden, ids, tokens = hidden.index_select(0, order), ids[order], tokens.where(order)
     loss, log_probs, entropy, columns = _FusedPpoLoss.apply(
-        hidden, weight, ids, tokens, settings, shard, wanted, trained
+        hidden, weight, ids, tokens, settings, shard, needs_grad, trained
     )
     metrics = _metrics(columns, entropy, tokens.weights)
     if order is not None:
@@ -127,13 +127,13 @@ def _metrics(columns: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
 def _drops_rows_per_chunk(hidden: Tensor) -> bool:
     """Return whether every chunk drops its rows without a gradient before the products.
 
-    A GPU would wait for their number in every chunk. There, rows are dropped only once, before the first chunk.
+    To count these rows, a GPU would have to wait in every chunk. There, they are dropped once, before the first chunk.
     """
     return hidden.device.type == "cpu"
 
 
 def _trained_first(live: Tensor) -> tuple[int, Tensor | None]:
-    """Return the number of live rows of live [R] bool, and the order [R] that puts them first, or None if all are."""
+    """Return the number of live rows of live [R] bool, and the order [R] with these first, or None if all are live."""
     trained = int(live.sum())
     return trained, None if trained == len(live) else live.argsort(descending=True, stable=True)
 
@@ -192,7 +192,7 @@ def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard, trained: 
 
 
 def _live_first(live: Tensor) -> Tensor:
-    """Return the indices of the L live rows of live [count] bool. Those from L on fill the gaps before L."""
+    """Return the indices of the L live rows of live [count] bool. Indices from L on are in the gaps before L."""
     total = int(live.sum())
     order = torch.arange(total, device=live.device)
     order[(~live[:total]).nonzero().squeeze(-1)] = live[total:].nonzero().squeeze(-1) + total
@@ -202,18 +202,18 @@ def _live_first(live: Tensor) -> Tensor:
 class _Gradients:
     """The gradients of hidden and weight, summed chunk by chunk in the compute dtype."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, shard: Shard, wanted: tuple[bool, bool]) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, shard: Shard, needs_grad: tuple[bool, bool]) -> None:
         compute = compute_dtype(hidden.dtype)
         self.weight = weight[: shard.live]
         self.shard = shard
-        self.of_hidden = hidden.new_empty(hidden.shape, dtype=compute) if wanted[0] else None
-        self.of_weight = weight.new_empty(weight.shape, dtype=compute) if wanted[1] else None
-        if self.of_weight is not None:
-            self.of_weight[shard.live if len(hidden) else 0 :].zero_()  # no chunk writes these rows
+        self.hidden_grad = hidden.new_empty(hidden.shape, dtype=compute) if needs_grad[0] else None
+        self.weight_grad = weight.new_empty(weight.shape, dtype=compute) if needs_grad[1] else None
+        if self.weight_grad is not None:
+            self.weight_grad[shard.live if len(hidden) else 0 :].zero_()  # no chunk writes these rows
 
     def add(self, chunk: _Chunk, log_prob_gradient: Tensor, entropy_gradient: Tensor | None) -> None:
         """Add a chunk. Rows without a gradient (clipped, masked, no group signal) are left out of the products."""
-        if self.of_hidden is None and self.of_weight is None:
+        if self.hidden_grad is None and self.weight_grad is None:
             return
 
         order: Tensor | slice = slice(chunk.trained)  # of the rows with a gradient
@@ -225,8 +225,8 @@ class _Gradients:
             if len(live_rows) < len(live):
                 # Logits are moved in place, a few rows at a time. The other tensors are small and are copied.
                 moved = (live_rows != torch.arange(len(live_rows), device=live_rows.device)).nonzero().squeeze(-1)
-                for part in moved.split(ROWS_MOVED):
-                    chunk.logits[part] = chunk.logits[live_rows[part]]
+                for places in moved.split(ROWS_MOVED):
+                    chunk.logits[places] = chunk.logits[live_rows[places]]
                 order = live_rows
         hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
         log_prob_gradient = log_prob_gradient[order]
@@ -240,8 +240,8 @@ class _Gradients:
             d_logits = d_logits.view(torch.bfloat16)[:, : d_logits.shape[1]]
 
         # Two products give the gradients of hidden, 0 in all other rows, and of the weight, summed over chunks.
-        if self.of_hidden is not None:
-            rows = self.of_hidden[chunk.rows]
+        if self.hidden_grad is not None:
+            rows = self.hidden_grad[chunk.rows]
             if isinstance(order, Tensor):
                 # A product writes adjacent rows, which are then moved to their places.
                 product = rows.new_empty(len(order), rows.shape[1])
@@ -251,14 +251,14 @@ class _Gradients:
                 gemm_(rows[order], d_logits, self.weight, accumulate=False)
                 rows[chunk.trained :] = 0
         # The first chunk writes and the others add, so the memory need not be zeroed.
-        if self.of_weight is not None:
-            gemm_(self.of_weight[: self.shard.live], d_logits.t(), hidden, accumulate=chunk.rows.start > 0)
+        if self.weight_grad is not None:
+            gemm_(self.weight_grad[: self.shard.live], d_logits.t(), hidden, accumulate=chunk.rows.start > 0)
 
     def finished(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of hidden [R, H], summed over the group, and of weight [V_local, H], or None."""
-        if self.of_hidden is not None and self.shard.group is not None:
-            dist.all_reduce(self.of_hidden, group=self.shard.group)
-        return tuple(None if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight))  # type: ignore[return-value]
+        if self.hidden_grad is not None and self.shard.group is not None:
+            dist.all_reduce(self.hidden_grad, group=self.shard.group)
+        return tuple(None if g is None else g.to(dtype) for g in (self.hidden_grad, self.weight_grad))  # type: ignore[return-value]
 
 
 class _FusedLogProbs(torch.autograd.Function):
@@ -285,10 +285,10 @@ class _FusedLogProbs(torch.autograd.Function):
         with_entropy = bool(upstream[1].any())
         for chunk in _chunks(hidden, weight, ids, ctx.shard, trained=len(hidden)):
             gradients.add(chunk, upstream[0][chunk.rows], upstream[1][chunk.rows] if with_entropy else None)
-        of_hidden, of_weight = gradients.finished(hidden.dtype)
-        if rows is not None and of_hidden is not None:
-            of_hidden = of_hidden.new_zeros(shape).index_copy_(0, rows, of_hidden)
-        return of_hidden, of_weight, None, None
+        hidden_grad, weight_grad = gradients.finished(hidden.dtype)
+        if rows is not None and hidden_grad is not None:
+            hidden_grad = hidden_grad.new_zeros(shape).index_copy_(0, rows, hidden_grad)
+        return hidden_grad, weight_grad, None, None
 
 
 class _FusedPpoLoss(torch.autograd.Function):
@@ -301,16 +301,16 @@ class _FusedPpoLoss(torch.autograd.Function):
         tokens: PolicyTokens,
         settings: PolicyLossSettings,
         shard: Shard,
-        wanted: tuple[bool, bool],
+        needs_grad: tuple[bool, bool],
         trained: int,
     ) -> tuple[Tensor, ...]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
         entropy = torch.empty_like(log_probs)
-        gradients = _Gradients(hidden, weight, shard, wanted)
+        gradients = _Gradients(hidden, weight, shard, needs_grad)
 
         def columns_of(chunk: _Chunk) -> Tensor:
-            part = chunk.write(log_probs, entropy, shard)
-            log_prob_gradient, entropy_gradient, columns = ppo_tokens(*part, tokens.where(chunk.rows), settings)
+            written = chunk.write(log_probs, entropy, shard)
+            log_prob_gradient, entropy_gradient, columns = ppo_tokens(*written, tokens.where(chunk.rows), settings)
             # Add the gradients now, because the next chunk overwrites the logits.
             gradients.add(chunk, log_prob_gradient, entropy_gradient if settings.entropy_coef else None)
             return columns

@@ -41,8 +41,8 @@ def merged(statistics: Tensor, shard: Shard) -> Tensor:
         return statistics
     largest = statistics[:, 0].clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
-    own, total, weighted, target = statistics.unbind(1)
-    shift = torch.where(total == 0, 0.0, (own - largest) / shard.temperature)
+    own_largest, total, weighted, target = statistics.unbind(1)
+    shift = torch.where(total == 0, 0.0, (own_largest - largest) / shard.temperature)
     factor = shift.exp()
     sums = torch.stack((factor * total, factor * (weighted + shift * total), target), dim=1)
     dist.all_reduce(sums, group=shard.group)

@@ -41,11 +41,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Ten
     a token of weight 0 contributes nothing, even if its other entries are NaN. clip is in units of value; with infinity
     the loss is not clipped and old_values are not read.
     """
-    kept = weights != 0  # selected, because 0 * nan is nan, forward and backward
-    v = values[kept]
-    old = old_values[kept]
-    target = returns[kept]
-    w = weights[kept]
+    unmasked = weights != 0  # selected, because 0 * nan is nan, forward and backward
+    v = values[unmasked]
+    old = old_values[unmasked]
+    target = returns[unmasked]
+    w = weights[unmasked]
     plain = (v - target).square()
     clipped = plain if math.isinf(clip) else (v.clamp(old - clip, old + clip) - target).square()
     loss = (w * torch.maximum(plain, clipped)).sum() / 2

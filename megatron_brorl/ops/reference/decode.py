@@ -53,7 +53,7 @@ class DecodeOps:
         values[page, :, place % PAGE, :dim] = v.to(values.dtype)
 
         # List the pages of each row's prompt and own tokens, and whether each slot in them holds a token.
-        used = int(-(-batch.lengths.max() // PAGE))
+        used = int(-(-batch.lengths.max() // PAGE))  # pages of own tokens, rounded up
         tables = torch.cat((batch.prompt_tables[batch.prompts], batch.tables[:, :used]), dim=1).long()
         slots = torch.arange(PAGE * used, device=qkv.device)
         prompt_slots = torch.arange(PAGE * batch.prompt_tables.shape[1], device=qkv.device)

@@ -78,12 +78,12 @@ class _LinearLogProbs(torch.autograd.Function):
             _reduce(peak, dist.ReduceOp.MAX, group)
 
             # Only one rank has the logit of the id; the others add 0.
-            own = t - start
-            in_shard = (own >= 0) & (own < live)
+            local_ids = t - start
+            in_shard = (local_ids >= 0) & (local_ids < live)
             picked = torch.zeros_like(peak)
             # A shard that is all padding has no logit to pick.
             if live:
-                picked = logits.gather(-1, own.clamp(0, live - 1).unsqueeze(-1)).squeeze(-1) * in_shard
+                picked = logits.gather(-1, local_ids.clamp(0, live - 1).unsqueeze(-1)).squeeze(-1) * in_shard
 
             # One message for the three sums: the normaliser, the id's logit and the mean logit.
             exp = (logits - peak.unsqueeze(-1)).exp()
@@ -110,28 +110,28 @@ class _LinearLogProbs(torch.autograd.Function):
 
         # Gradients are summed over chunks in the compute dtype.
         grad_hidden = torch.zeros_like(hidden, dtype=compute_dtype(hidden.dtype))
-        of_weight = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight.dtype)) if of_weight else None
+        needs_weight = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight.dtype)) if needs_weight else None
         # Rows without a gradient are skipped, because they may hold NaN and 0 * NaN is NaN.
-        counted = ((grads[0] != 0) | (grads[1] != 0)).nonzero().squeeze(-1)
+        with_gradient = ((grads[0] != 0) | (grads[1] != 0)).nonzero().squeeze(-1)
         head = weight[:live]
-        for chunk in counted.split(rows) if live else ():
+        for chunk in with_gradient.split(rows) if live else ():
             h = hidden[chunk]
             log_p = _scaled_logits(h, head, temperature) - log_norm[chunk].unsqueeze(-1)
 
             # d log p(t) / d logits = onehot(t) - p and dH / d logits = -p (log p + H), then through the temperature.
-            upstream, of_entropy = (g[chunk].unsqueeze(-1) for g in grads)
-            d = log_p.exp().mul_(-(upstream + of_entropy * (log_p + entropy[chunk].unsqueeze(-1))))
+            log_prob_grad, entropy_grad = (g[chunk].unsqueeze(-1) for g in grads)
+            d_logits = log_p.exp().mul_(-(log_prob_grad + entropy_grad * (log_p + entropy[chunk].unsqueeze(-1))))
             # Add the onehot of the id on the rank that has it.
-            own = ids[chunk] - start
-            in_shard = (own >= 0) & (own < live)
-            d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), in_shard.unsqueeze(-1) * upstream)
-            d.div_(temperature)
+            local_ids = (ids[chunk] - start).unsqueeze(-1)
+            in_shard = (local_ids >= 0) & (local_ids < live)
+            d_logits.scatter_add_(-1, local_ids.clamp(0, live - 1), in_shard * log_prob_grad)
+            d_logits.div_(temperature)
 
-            d = d.to(hidden.dtype)
-            grad_hidden[chunk] = (d @ weight[:live]).to(grad_hidden.dtype)
+            d_logits = d_logits.to(hidden.dtype)
+            grad_hidden[chunk] = (d_logits @ weight[:live]).to(grad_hidden.dtype)
             if grad_weight is not None:
-                grad_weight[:live] += (d.t() @ h).to(grad_weight.dtype)
+                grad_weight[:live] += (d_logits.t() @ h).to(grad_weight.dtype)
 
         # Every rank has the contribution of its tokens to the gradient of hidden. Weight shards are not shared.
         _reduce(grad_hidden, dist.ReduceOp.SUM, group)
