@@ -35,7 +35,6 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
     """Check that the verifiers of a run's rows can be used here. Raises UserError if not."""
     entries = {name: registry.entry(name, "verifier", config) for name in sorted(names)}
 
-    # Verifiers that run programs written by the model need a sandbox.
     isolation.set_environment(config.unsandboxed, config.timeout_s)
     executing = [name for name, entry in entries.items() if entry.executes]
     if executing and not config.unsandboxed:

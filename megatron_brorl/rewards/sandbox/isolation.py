@@ -65,13 +65,15 @@ def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[in
         user_options = ["--userns", str(_user_namespace()), "--cap-drop", "ALL", "--cap-add", "CAP_SETUID"]
         user_options += ["--cap-add", "CAP_SETGID"]
     else:
-        user_options = ["--unshare-user", "--disable-userns", "--uid", str(USER), "--gid", str(USER), "--cap-drop", "ALL"]
+        user_options = ["--unshare-user", "--disable-userns", "--uid", str(USER), "--gid", str(USER)]
+        user_options += ["--cap-drop", "ALL"]
 
     # /dev and the root are file systems in memory without a size limit, so they become read-only at the end.
     scratch = ["--perms", "1777", "--size", str(limits.scratch_mb << 20), "--tmpfs"]
     files = [*_files(), "--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp"]
     files += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-    lifetime = ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
+    lifetime = ["--die-with-parent", "--new-session", "--as-pid-1"]
+    lifetime += ["--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
     pipes = ["--seccomp", str(seccomp), "--info-fd", str(info)]
     start = ["/python/bin/python", *_GUARD, "-c", _START.format("/sandbox", _MODULE)]
     return ["bwrap", *user_options, *namespaces, *files, *lifetime, *pipes, *start], fds

@@ -136,14 +136,16 @@ class SandboxProcess:
             self._process = subprocess.Popen(isolation.bare_command(), **options)
         else:
             info_read, info_write = os.pipe()
-            filter_ = _filled(seccomp.program())
+            filter_read, filter_write = os.pipe()
+            os.write(filter_write, seccomp.program())
+            os.close(filter_write)
             try:
-                arguments, fds = isolation.command(self._limits, filter_, info_write)
+                arguments, fds = isolation.command(self._limits, filter_read, info_write)
                 self._process = subprocess.Popen(arguments, pass_fds=fds, **options)
             finally:
                 # The child has copies of both files. The originals would keep its pipes open.
                 os.close(info_write)
-                os.close(filter_)
+                os.close(filter_read)
             # `close` kills process 1 of the namespace, because the kernel then kills all other processes in it.
             self._pidfd = _pidfd(info_read)
         assert self._process.stdin
@@ -302,14 +304,6 @@ def _answer(outcome: Outcome) -> dict[str, Any]:
     if outcome.status == "ok":
         return {"value": codec.encode(outcome.value)}
     return {"raised": outcome.reason if outcome.status == "error" else outcome.status}
-
-
-def _filled(data: bytes) -> int:
-    """Return the reading end of a pipe that holds `data`."""
-    read_end, write_end = os.pipe()
-    os.write(write_end, data)
-    os.close(write_end)
-    return read_end
 
 
 def _pidfd(info: int) -> int | None:
