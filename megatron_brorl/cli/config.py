@@ -239,11 +239,9 @@ def starter(values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
         if path.partition(".")[0] != section:
             section = path.partition(".")[0]
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        lines += [*_wrapped(description(path), "# "), *_wrapped(notes.get(path, ""), "# ")]
         name = path.partition(".")[2]
-        lines.append(
-            f"# {name} = {to_toml(keys()[path]['default'])}" if value is None else f"{name} = {to_toml(value)}"
-        )
+        line = f"# {name} = {to_toml(keys()[path]['default'])}" if value is None else f"{name} = {to_toml(value)}"
+        lines += [*_wrapped(description(path), "# "), *_wrapped(notes.get(path, ""), "# "), line]
     return "\n".join(lines) + "\n"
 
 

@@ -492,9 +492,8 @@ class Session:
         differs = False
         if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
-            text = model_card(card)
             source = self.config.model.path
-            differs = hugging_face.save(tensors, source, self.dir / "model", dtype, text)
+            differs = hugging_face.save(tensors, source, self.dir / "model", dtype, model_card(card))
         else:
             deque(tensors, maxlen=0)  # The stream is a collective.
         if self.config.lora.rank:

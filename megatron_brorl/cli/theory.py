@@ -89,11 +89,9 @@ def _pass_rates(args: argparse.Namespace) -> int:
     right, rollouts = np.array([(group["right"], group["rollouts"]) for group in groups]).T
     rates = right / rollouts
     print(f"{len(rates)} prompts, the last {kind} of each, {rollouts.min()} to {rollouts.max()} rollouts per prompt")
-    never = int((rates == 0).sum())
-    always = int((rates == 1).sum())
     low, middle, high = np.quantile(rates, (0.25, 0.5, 0.75))
     print(f"success rate: mean {rates.mean():.3f}, quartiles {low:.3f} {middle:.3f} {high:.3f}")
-    print(f"{never} prompts without a right rollout, {always} without a wrong one")
+    print(f"{(rates == 0).sum()} prompts without a right rollout, {(rates == 1).sum()} without a wrong one")
 
     counts = [group.get("reward_counts") or [group["right"], group["rollouts"] - group["right"]] for group in groups]
     if any(g.get("reward") is not None and abs(g["reward"] - g["right"] / g["rollouts"]) > 1e-6 for g in groups):

@@ -232,9 +232,8 @@ def dry_run(config: Config, program: Program) -> int:
     """Make all checks and return 0; a collective. Raises UserError at the first problem."""
     preflight.check_machine()
     session = Session(config, program=program)  # tokenizer, data, layout
-    _print_check(
-        "run.dir", session.share_errors(lambda: run_folder.check_writable(session.dir) if session.is_main_rank else "")
-    )
+    writable = session.share_errors(lambda: run_folder.check_writable(session.dir) if session.is_main_rank else "")
+    _print_check("run.dir", writable)
     session.preflight()  # memory and disk
 
     _print_check("algorithm", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.own_algorithm.items()))

@@ -48,8 +48,7 @@ def scripts(wire: Wire, job: dict[str, Any]) -> None:
     gc.freeze()  # The garbage collection at a script's end then skips the objects that exist now.
     while code and (line := wire.read()) is not None:
         fork = Fork(job, codec.parse(line)["stdin"].encode("utf-8", "surrogatepass"))
-
-        # The exit code and the text are the result.
+        # A script has no result besides its exit code and its output.
         wire.write(fork.run(functools.partial(_run_script, code)) | {"result": "null"})
 
 
