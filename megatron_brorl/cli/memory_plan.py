@@ -191,7 +191,7 @@ def engine_parts(config: Config, shape: ModelShape, machines: Machines, prompts:
         rows = min(rollout.max_num_seqs, math.ceil(count * n / ranks))
         return math.ceil(count / ranks) * pages_for(prompts.longest) + rows * pages_for(rollout.max_tokens)
 
-    calls = [(rollout.prompts, rollout.n), (prompts.held_out, config.evaluate.samples)]
+    calls = [(rollout.prompts, rollout.n), (prompts.held_out, config.evaluate.samples)]  # prompts, samples of each
     max_pages = max(pages(count, n) for count, n in calls)
     # A tied head may be a second copy of the embedding in float32, see rollout.native.decoder.
     head = 4 * shape.vocab * shape.hidden if shape.tied else 0

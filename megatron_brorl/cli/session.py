@@ -328,12 +328,12 @@ class Session:
     def started_verifiers(self) -> CheckedVerifiers:
         """The result of checking the verifiers of the data. Raises UserError if one cannot be used."""
         reward = self.program.reward
-        started = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
+        checked = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
         if reward:
-            started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: source_sha256(reward)})
-        if started.unsandboxed and self.is_main_rank:
+            checked = replace(checked, sha256={**checked.sha256, custom.IN_PROCESS: source_sha256(reward)})
+        if checked.unsandboxed and self.is_main_rank:
             warn(sandbox.WARNING)
-        return started
+        return checked
 
     @functools.cached_property
     def own_algorithm(self) -> dict[str, str]:

@@ -46,16 +46,16 @@ _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|`")
 _BOLD = re.compile(r"(?<![\w)*])\*\*(?=\S)([^*]*)(?<=\S)\*\*(?![\w(*])")  # not 2**3, where ** is a power
 _DOLLAR = re.compile(r"(?<!\\)\$")
 # A pair in brackets, which are reversed at the open ends of an interval in some countries: ]0;1[ is (0,1).
-_END = r"(?:[^\[\](),;]|\([^\[\](),;]*\))+"
+_END = r"(?:[^\[\](),;]|\([^\[\](),;]*\))+"  # one item of the pair
 _INTERVAL = re.compile(
     r"(?P<before>(?:^|[$({}=,;:]|\\(?:cup|cap|in|setminus|lor|\()(?![a-z])|\b(?:or|and)\b)\s*(?:\\left\s*)?)"
     rf"(?P<left>[\[\](])(?P<start>{_END})[,;](?P<end>{_END})(?P<right>[\[\])])"
 )
-_LEADING = " \t\r\n\u2009:*_"
+_LEADING = " \t\r\n\u2009:*_"  # characters that are removed at the start of an answer, and _TRAILING at its end
 _TRAILING = _LEADING + ".,;"
 
 MAX_NUMBER_CHARS = 200  # longer texts are not parsed as plain numbers
-_MAX_EXPONENT = 1000
+_MAX_EXPONENT = 1000  # of a power of ten
 _DECIMAL = rf"(?:(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,3}}(?:{THIN}\d{{3}})+|\d+)(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?P<money>\$|€|£|¥|US\$)?\s*(?P<sign2>-?)\s*(?:

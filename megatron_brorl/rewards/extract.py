@@ -34,8 +34,8 @@ _ASIDE = re.compile(r"[,;:(]|\.\s|\s[-\u2013\u2014]+\s|</?s>|<\|")
 _TO_LAST_DIGIT = re.compile(r".*\d|.")
 
 _MAX_LINE = 300  # characters
-_MAX_SENTENCE = 1000
-_MAX_SPELLINGS = 8
+_MAX_SENTENCE = 1000  # characters
+_MAX_SPELLINGS = 8  # different texts of one answer that are compared
 _SAYS = re.compile(
     r"\banswer\b(?:[*_]{0,2}\s?[*_]{0,2}(?:is|are|=|:)(?![A-Za-z])| (?:to|for) [^.:\n]{1,80}? is\b)", re.IGNORECASE
 )

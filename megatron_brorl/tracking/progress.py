@@ -24,7 +24,7 @@ _WINDOW = 20  # steps over which the time per step is averaged
 _SILENCE_S = 20.0  # longest time without a line
 _MOST_PER_PART = 20  # A phase shows its time left once 1 of 20 parts is done.
 
-# Texts of spans. The innermost one is shown, but "evaluate" before any other, with the innermost count.
+# Texts of spans. "evaluate" is shown while it is open, otherwise the innermost span, with the innermost count.
 _PHASES = {
     "collect": "collecting groups",
     "evaluate": "evaluating {} samples{}",

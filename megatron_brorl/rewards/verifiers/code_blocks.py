@@ -29,7 +29,7 @@ _PRINTS = re.compile(r"\b(?:p?print|stdout|__stdout__|write|writelines)\b")
 _STDIN = r"\b(?:stdin|__stdin__|fileinput)\b|/dev/stdin|\b(?:open|fdopen|FileIO|read)\(\s*0\b"
 _READS = re.compile(rf"\binput\s*\(|\b(?:iter|map)\(\s*input\b|{_STDIN}")
 _FEEDS = re.compile(rf"\bstdin\s*=(?!=)(?!.*(?:{_STDIN}))")
-_KNOWN = {*dir(builtins), "exit", "quit", "__file__"}
+_KNOWN = {*dir(builtins), "exit", "quit", "__file__"}  # names that every program has
 
 
 def blocks_of(text: str) -> str | None:
