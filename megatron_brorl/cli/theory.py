@@ -38,8 +38,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    # Matplotlib is imported here, because it would slow down the start of every command.
-    from megatron_brorl.report.plots import save, simulation_figure
+    from megatron_brorl.report.plots import save, simulation_figure  # imports matplotlib, which is slow
     from megatron_brorl.tracking.progress import progress
 
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})

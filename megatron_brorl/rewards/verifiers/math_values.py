@@ -418,9 +418,10 @@ def _parts(numbers: Any) -> Group:
 
 def _same_groups(a: Group, b: Group) -> bool:
     # Compared with values without names, `x = 1, y = 2` is the tuple (1, 2). Two lists with names may differ in order.
+    name_counts = [sum(isinstance(item, Named) for item in group.items) for group in (a, b)]
     if _all_named(a) and _all_named(b):
         a, b = Group("", a.items), Group("", b.items)
-    elif any(_all_named(one) and not any(isinstance(i, Named) for i in other.items) for one, other in ((a, b), (b, a))):
+    elif 0 in name_counts and (_all_named(a) or _all_named(b)):
         a, b = (Group("(", tuple(map(_without_name, g.items))) if _all_named(g) else g for g in (a, b))
     brackets = {a.bracket, b.bracket}
     if len(a.items) != len(b.items) and "{" not in brackets:
