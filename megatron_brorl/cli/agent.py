@@ -37,7 +37,7 @@ class Agent:
 
     @staticmethod
     def of(config: Config, function: Callable[..., Any] | None, tokenizer: Tokenizer) -> Agent | None:
-        """Return the agent of a run, or None without one. function: in place of agent.function.
+        """Return the agent of a run, or None without one. function: replaces agent.function.
 
         Raises UserError if the function cannot be used, or if the chat template cannot continue a conversation.
         """

@@ -162,13 +162,12 @@ def _init(args: argparse.Namespace) -> int:
     # Two configurations must not share a run.dir.
     values = {**STARTER, "run.dir": run_dir(args.file)}
     notes = dict(_NOTES)
-    # Values from the command line, the first row of the data and the tokenizer.
     columns = {key: name for key in ("prompt", "answer", "task") if (name := getattr(args, key))}
-    of_options = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
-    of_options |= {"data.columns": columns, "data.verifier": args.reward}
-    values |= {key: value for key, value in of_options.items() if value not in ("", [""])}
+    options = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
+    options |= {"data.columns": columns, "data.verifier": args.reward}
+    values |= {key: value for key, value in options.items() if value not in ("", [""])}
     values["data.chat"], assumption = _assume_chat(args.model)
-    missing = {"model.path": "a model"} if not args.model else {}  # text for the user about each open key
+    missing = {"model.path": "a model"} if not args.model else {}  # key to fill in -> its meaning, for the user
     if not args.held_out:
         notes["data.held_out"] = "There is no file yet, so the run is not evaluated and reports no pass@1."
     if args.reward:
@@ -240,11 +239,9 @@ def starter(values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
         if path.partition(".")[0] != section:
             section = path.partition(".")[0]
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        lines += [*_wrapped(description(path), "# "), *_wrapped(notes.get(path, ""), "# ")]
         name = path.partition(".")[2]
-        lines.append(
-            f"# {name} = {to_toml(keys()[path]['default'])}" if value is None else f"{name} = {to_toml(value)}"
-        )
+        line = f"# {name} = {to_toml(keys()[path]['default'])}" if value is None else f"{name} = {to_toml(value)}"
+        lines += [*_wrapped(description(path), "# "), *_wrapped(notes.get(path, ""), "# "), line]
     return "\n".join(lines) + "\n"
 
 
@@ -263,9 +260,9 @@ def _metrics(args: argparse.Namespace) -> int:
     words = [word.removeprefix("time.") for word in args.words]
     # Search for exact names and groups, and only then for parts of names.
     matches = [
-        (of, metric)
-        for of, metric in known
-        if not words or any(metric.matches(word) or word in (of.group, of.title, metric.name) for word in words)
+        (topic, metric)
+        for topic, metric in known
+        if not words or any(metric.matches(word) or word in (topic.group, topic.title, metric.name) for word in words)
     ]
     matches = matches or [pair for pair in known if any(word in pair[1].name for word in words)]
     if not matches:
@@ -275,7 +272,7 @@ def _metrics(args: argparse.Namespace) -> int:
 
     for section in dict.fromkeys(section for section, _ in matches):
         print(f"\n{section.title}: {_plain(section.about)}")
-        for metric in (metric for of, metric in matches if of is section):
+        for metric in (metric for topic, metric in matches if topic is section):
             print(f"{metric.name}   ({metric.unit})")
             for text in filter(None, (metric.meaning, metric.bad and f"bad: {metric.bad}")):
                 print("\n".join(_wrapped(_plain(text), "    ")))

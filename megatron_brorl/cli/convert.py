@@ -56,8 +56,8 @@ def add_commands(commands: Any) -> None:
         "to-hf": "a Megatron checkpoint of any layout to a Hugging Face directory, with a run's adapters merged",
         "to-peft": "the adapters in a checkpoint of a run to a PEFT directory",
     }
-    for name, what in conversions.items():
-        text = f"convert {what}"
+    for name, description in conversions.items():
+        text = f"convert {description}"
         command = directions.add_parser(name, help=text, description=text)
         command.add_argument("source", type=Path)
         command.add_argument("target", type=Path, help="directory to write")
@@ -113,7 +113,7 @@ def convert(args: argparse.Namespace) -> int:
     with progress(tensors, "convert") as p:
 
         def report(done: int, name: str) -> None:
-            if 20 * done // tensors > 20 * (done - 1) // tensors:
+            if 20 * done // tensors > 20 * (done - 1) // tensors:  # at every 5%
                 p.update(done, {"tensor": name})
 
         def verify(written: Path) -> None:
@@ -127,8 +127,8 @@ def convert(args: argparse.Namespace) -> int:
         elif args.direction == "to-hf":
             size = convert.to_hf(source, shape, companions, args.target, report, check)
         else:
-            layout = args.tensor, args.pipeline
-            size = convert.to_megatron(source, shape, companions, args.target, *layout, report, check)
+            layout = {"tensor": args.tensor, "pipeline": args.pipeline}
+            size = convert.to_megatron(source, shape, companions, args.target, **layout, report=report, check=check)
     print(f"{args.target}: {size:,} bytes of weights in {time.monotonic() - begun:.1f} s")
     return 0
 

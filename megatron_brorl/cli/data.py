@@ -72,9 +72,9 @@ def _prepare(args: argparse.Namespace) -> int:
         max_prompt_tokens=args.max_prompt_tokens,
         evaluations=[_evaluation(item) for item in args.decontaminate],
     )
-    read = [("an input", path) for path in job.inputs] + [("an evaluation", path) for _, path in job.evaluations]
+    input_files = [("an input", path) for path in job.inputs] + [("an evaluation", path) for _, path in job.evaluations]
     for output in (job.out, job.dropped, job.card):
-        check_output(output, read)
+        check_output(output, input_files)
 
     counts = prepare(job)
     print(f"{job.out}: {counts.kept} of {sum(counts.read.values())} rows")
@@ -124,5 +124,5 @@ def _data_set(args: argparse.Namespace) -> DataSet:
 
 def _evaluation(item: str) -> tuple[str, Path]:
     """Return ("gsm8k", file) for "gsm8k=file", or ("rows", file) for a plain file with rows of this project."""
-    name, eq, path = item.partition("=")
-    return (name, data_file(path)) if eq and name in SETS else ("rows", data_file(item))
+    name, equals, path = item.partition("=")
+    return (name, data_file(path)) if equals and name in SETS else ("rows", data_file(item))

@@ -27,13 +27,13 @@ def evaluate(args: argparse.Namespace) -> int:
     from megatron_brorl.train.weight_sync import sync_weights
 
     config = load(args.config, args.overrides)
-    with progress(0, "evaluate") as p, Session(config, benchmarks=True) as session:
-        names = session.benchmarks
-        if not names:
+    with progress(total=0, title="evaluate") as p, Session(config, benchmarks=True) as session:
+        benchmarks = session.benchmarks
+        if not benchmarks:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
-        session.check_verifiers([prompt for part in names.values() for prompt in part])
+        session.check_verifiers([prompt for prompts in benchmarks.values() for prompt in prompts])
         rollouts = session.rollouts()
-        sync_weights(session.worker(None), rollouts.engine, 0)
+        sync_weights(session.worker(optim=None), rollouts.engine, version=0)
 
         evaluation = config.evaluate
         sampling = evaluation_sampling_params(config, session.stop_ids)
@@ -42,20 +42,23 @@ def evaluate(args: argparse.Namespace) -> int:
             for text in sample_lines(groups, rollouts, session.tokenizer.decode, session.stop_ids):
                 p.note(f"{name} {text}")
 
-        p.begin(len(names))
+        p.begin(len(benchmarks))
         p.note(session.report)
         answers = {}
-        for number, (name, prompts) in enumerate(names.items(), 1):
+        for number, (name, prompts) in enumerate(benchmarks.items(), start=1):
             on_samples = functools.partial(print_samples, name)
             answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_samples)
             p.update(number, {})
         p.stop()
-        every = [a for part in answers.values() for a in part]
-        whole = summarize(every, sum(map(len, names.values())), evaluation, rollouts.seed)
+        all_answers = [answer for part in answers.values() for answer in part]
+        overall = summarize(all_answers, sum(map(len, benchmarks.values())), evaluation, rollouts.seed)
 
         result = {
-            **whole.as_dict(),
-            "benchmarks": {n: summarize(answers[n], len(names[n]), evaluation, rollouts.seed).as_dict() for n in names},
+            **overall.as_dict(),
+            "benchmarks": {
+                name: summarize(answers[name], len(prompts), evaluation, rollouts.seed).as_dict()
+                for name, prompts in benchmarks.items()
+            },
             "mean_of_benchmarks": mean_over(list(answers.values()), rollouts.seed),
             "model": config.model.path,
             # Two evaluations have the same prompts only if these are equal.
@@ -65,7 +68,7 @@ def evaluate(args: argparse.Namespace) -> int:
         }
 
         if session.is_main_rank:
-            lines = [{"benchmark": name, **a.as_dict()} for name, part in answers.items() for a in part]
+            lines = [{"benchmark": name, **answer.as_dict()} for name, part in answers.items() for answer in part]
             write_text(session.dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines))
             write_json(session.dir / "evaluation.json", result)
             table = evaluation_markdown(result)
@@ -73,8 +76,8 @@ def evaluate(args: argparse.Namespace) -> int:
             figure = save(evaluation_figure(result), session.dir / "evaluation.png")
 
             print(table)
-            if whole.lost:
-                print(whole.remark())
+            if overall.lost:
+                print(overall.remark())
             print(f"written to {session.dir / 'evaluation.json'}, {ANSWERS}, evaluation.md and {figure.name}")
     return 0
 

@@ -39,16 +39,16 @@ def launch(processes: int, command: Sequence[str]) -> int:
     try:
         ranks.extend(_start(processes, command))  # keeps those that started before an error
         signals.catch()
-        ended = _wait(ranks)
+        exit_codes = _wait(ranks)
     finally:
         _kill(ranks)
-    return _exit_code(ended, signals)
+    return _exit_code(exit_codes, signals)
 
 
 def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Start the ranks in their own sessions, so that signals of the terminal reach them only through the launcher."""
     # Drop the settings of an outer launcher. The ranks share the cores.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     threads = str(max(1, (os.cpu_count() or 1) // processes))
 
     # Rank 0 inherits the socket where the ranks meet, so that no other process can take the port.
@@ -69,7 +69,7 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
             # OMP_NUM_THREADS of the user overrides the share above.
             yield subprocess.Popen(
                 command,
-                env={"OMP_NUM_THREADS": threads, **kept, **variables},
+                env={"OMP_NUM_THREADS": threads, **environment, **variables},
                 pass_fds=() if rank else (listener.fileno(),),
                 start_new_session=True,
             )
@@ -77,18 +77,19 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
     """Return exit codes by rank, in the order in which the ranks ended."""
-    ended: dict[int, int] = {}
+    exit_codes: dict[int, int] = {}
     deadline = float("inf")
-    while len(ended) < len(ranks):
-        exits = [(code, rank) for rank, p in enumerate(ranks) if rank not in ended and (code := p.poll()) is not None]
-        for code, rank in sorted(exits):  # of two that ended at once, the one killed by a signal is the cause
-            ended[rank] = code
+    while len(exit_codes) < len(ranks):
+        codes = [(process.poll(), rank) for rank, process in enumerate(ranks) if rank not in exit_codes]
+        new_exits = [(code, rank) for code, rank in codes if code is not None]
+        for code, rank in sorted(new_exits):  # negative first: a rank that a signal killed is the cause
+            exit_codes[rank] = code
             if code not in (0, SAVED):
                 deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
         if time.monotonic() > deadline:
             _kill(ranks)
         time.sleep(_POLL_S)
-    return ended
+    return exit_codes
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -99,19 +100,19 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _exit_code(ended: Mapping[int, int], signals: StopSignals) -> int:
+def _exit_code(exit_codes: Mapping[int, int], signals: StopSignals) -> int:
     """Return the launcher's exit code, and print a line if the ranks could not report themselves."""
-    codes = set(ended.values())
+    codes = set(exit_codes.values())
     if codes in ({0}, {SAVED}):
         return codes.pop()
 
-    rank, code = next(((r, c) for r, c in ended.items() if c not in (0, SAVED)), (-1, 1))
+    rank, code = next(((rank, code) for rank, code in exit_codes.items() if code not in (0, SAVED)), (-1, 1))
     if code < 0:  # Popen returns minus the signal number; shells return 128 plus it
         memory = " (out of memory?)" if code == -signal.SIGKILL and not signals.first else ""
         reason = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
         code = 128 - code
     elif rank < 0:
-        reason = f"ranks {sorted(r for r, c in ended.items() if c == 0)} had ended before"
+        reason = f"ranks {sorted(r for r, c in exit_codes.items() if c == 0)} had ended before"
     elif signals.first:
         reason = f"rank {rank} ended with exit code {code}"
     else:

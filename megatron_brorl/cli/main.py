@@ -37,8 +37,8 @@ _REFUSED = (
     *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
 )
 # Files that `brorl train` writes at its end.
-_LEFT = ("summary.json", "model/config.json", "curves.png")
-_LENGTH = {"train.steps", "train.max_seconds", "train.patience"}  # keys that decide whether a run is complete
+_FINAL_FILES = ("summary.json", "model/config.json", "curves.png")
+_LENGTH_KEYS = {"train.steps", "train.max_seconds", "train.patience"}  # keys that decide whether a run is complete
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -69,10 +69,10 @@ def main(arguments: list[str] | None = None) -> None:
     except RuntimeError as e:
         from megatron_brorl.parallel.network import lost_peer
 
-        waited = lost_peer(e)
-        if not waited:
+        message = lost_peer(e)
+        if not message:
             raise
-        print(f"brorl: rank {os.environ.get('RANK', '0')}: {waited}", file=sys.stderr)
+        print(f"brorl: rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr)
         status = 1
     sys.exit(status)
 
@@ -93,13 +93,14 @@ def _run_ranks(args: argparse.Namespace) -> int:
     if args.processes:
         from megatron_brorl.cli.launch import launch
 
-        options = [f"--{x}" for x in ("dry-run", "accept-changed-functions") if vars(args).get(x.replace("-", "_"))]
+        flags = ("dry-run", "accept-changed-functions")
+        options = [f"--{flag}" for flag in flags if vars(args).get(flag.replace("-", "_"))]
         command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *options, *args.overrides]
         return launch(args.processes, command)
 
     # Install signal handlers first, because importing torch takes seconds.
     signals.install(saves=args.name == "train")
-    with progress(0, "start"), span("importing"):
+    with progress(total=0, title="start"), span("importing"):
         from megatron_brorl.cli import session  # noqa: F401
         from megatron_brorl.parallel import cpu_bridge
 
@@ -121,7 +122,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if not hasattr(args, "command") and not rest:
         parser.print_help()
         sys.exit(0)
-    unknown = [x for x in rest if x.startswith("-") or not hasattr(args, "overrides")]
+    unknown = [argument for argument in rest if argument.startswith("-") or not hasattr(args, "overrides")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
 
@@ -201,7 +202,7 @@ def finished(config: Config) -> str:
     """
     folder = Path(config.run.dir).absolute()
     recorded = run_info.read(folder).get("config")
-    if not recorded or not all((folder / name).exists() for name in _LEFT):
+    if not recorded or not all((folder / name).exists() for name in _FINAL_FILES):
         return ""
 
     # Compare as JSON, so that tuples equal lists, and without run.dir, because the folder may have been moved.
@@ -212,7 +213,7 @@ def finished(config: Config) -> str:
         for key, value in values.items()
         if (section, key) != ("run", "dir") and recorded.get(section, {}).get(key) != value
     }
-    if not changes.keys().isdisjoint(_LENGTH):
+    if not changes.keys().isdisjoint(_LENGTH_KEYS):
         return ""
     steps = read_object(folder / "summary.json", "delete it to continue the run").get("steps")
     message = f"run.dir = {config.run.dir}: this run has finished (steps: {steps}; its model is {folder / 'model'})"

@@ -34,14 +34,14 @@ from megatron_brorl.rollout.remote.weights_in_trainer import file_layout, to_fp8
 from megatron_brorl.train.sampling_params import context
 
 GIB = 2**30
-LIBRARIES = GIB // 2  # of a process on a CPU: code, Python objects, tokenizer and data
-CUDA_CONTEXT = GIB // 2  # of a process on a GPU, with the libraries that it loads (estimate)
-CUDA_GRAPH = 16 * 2**20  # of an engine, per number of rows (estimate)
+LIBRARIES = GIB // 2  # bytes of a process on a CPU: code, Python objects, tokenizer and data
+CUDA_CONTEXT = GIB // 2  # bytes of a process on a GPU, with the libraries that it loads (estimate)
+CUDA_GRAPH = 16 * 2**20  # bytes of a graph; an engine has one per number of rows (estimate)
 ROLLOUT = 10 * 2**10  # bytes of the objects of a response on a CPU (measured)
 LOGITS_ROWS = 512  # rows of logits that ops.fused.linear holds at a time on a CPU
 GAPS = 0.2  # free gaps between tensors on a CPU, relative to their memory; fitted to runs in docs/measurements.md
 Parts = Mapping[str, int]  # bytes by purpose
-_REMEDIES = {  # of parts on a CPU that a key lowers
+_REMEDIES = {  # part on a CPU -> keys that lower it
     "activations (estimate)": "lower train.tokens_per_micro_batch, or set train.recompute",
     "keys and values": "lower rollout.kv_cache_mib",
     "rollouts": "lower rollout.prompts, rollout.n or evaluate.samples",
@@ -100,24 +100,24 @@ def training_parts(
     expert_shards: int = 1,
     lora: LoraConfig | None = None,
 ) -> Parts:
-    """Return the bytes of a rank's weights, fp32 gradients, and Adam's states (with fp32 masters of other weights).
+    """Return the bytes of a rank's weights, fp32 gradients, and Adam's states (with fp32 masters of bf16 weights).
 
     shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1).
     expert_shards: the same for experts. lora: with rank > 0, only adapters have gradients and Adam's states.
     """
     table = entries(shape, pipeline)
-    others = _elements([entry for entry in table if entry.expert is None], stage, tensor)
+    dense = _elements([entry for entry in table if entry.expert is None], stage, tensor)
     if shape.tied and pipeline > 1 and stage == pipeline - 1:
-        others += math.prod(local_shape(table[0], tensor))  # the last stage's copy of the embedding
+        dense += math.prod(local_shape(table[0], tensor))  # the last stage's copy of the embedding
     experts = _elements([entry for entry in table if entry.expert is not None], stage, tensor) // expert
     adapters = _elements(adapter_entries(shape, pipeline, lora), stage, tensor) if lora and lora.rank else 0
-    trained, trained_experts = (adapters, 0) if adapters else (others, experts)
-    states = 8 if dtype == torch.float32 else 12  # two moments, and fp32 masters of other dtypes
+    trained, trained_experts = (adapters, 0) if adapters else (dense, experts)
+    state_bytes = 8 if dtype == torch.float32 else 12  # per weight: two moments, and fp32 masters of bf16
     return {
-        "weights": (others + experts) * dtype.itemsize,
+        "weights": (dense + experts) * dtype.itemsize,
         **({"adapters": adapters * dtype.itemsize} if adapters else {}),
         "gradients": (trained + trained_experts) * 4,
-        "optimizer": trained * states // shards + trained_experts * states // expert_shards,
+        "optimizer": trained * state_bytes // shards + trained_experts * state_bytes // expert_shards,
     }
 
 
@@ -133,11 +133,11 @@ def trained_weights(parts: Parts) -> int:
 def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int, fused: bool) -> int:
     """Return an estimate of the activations that the backward pass of a micro-batch needs.
 
-    Elements per token and layer: 4 H for the inputs of both norms and of both parts; 2 Q + 2 K for queries, keys,
-    values and the output of attention; 3 F for gate, up and their product. Tensor parallelism divides all but the
-    4 H. models.layers.fused keeps 2 H and 2 F instead of 4 H and 3 F. Each adapter adds its rank. With recomputation:
-    the input of each layer, and all of one layer. A stage has as many micro-batches in flight as there are stages from
-    it to the last.
+    Elements per token and layer, with H, Q, K and F for the widths of hidden states, queries, keys and MLP: 4 H for the
+    inputs of both norms and of both parts; 2 Q + 2 K for queries, keys, values and the output of attention; 3 F for
+    gate, up and their product. Tensor parallelism divides all but the 4 H. models.layers.fused keeps 2 H and 2 F
+    instead of 4 H and 3 F. Each adapter adds its rank. With recomputation: the input of each layer, and all of one
+    layer. A stage has as many micro-batches in flight as there are stages from it to the last.
 
     In a mixture of experts, if all experts are chosen equally often, a token has the 3 F, and 2 H for input and output,
     per chosen expert. One layer at a time also has the rows that it sends and receives (2 H each). A shared expert has
@@ -145,14 +145,14 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
     """
     parallel = config.parallel
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    inputs, wide = (2, 2) if fused else (4, 3)
-    mlps = wide * shape.ffn
+    hidden_tensors, ffn_tensors = (2, 2) if fused else (4, 3)
+    mlp = ffn_tensors * shape.ffn
     dispatched = 0
     if shape.experts:
-        inputs += fused + (shape.shared_ffn > 0)  # The router needs the output of its norm.
+        hidden_tensors += fused + (shape.shared_ffn > 0)  # The router needs the output of its norm.
         dispatched = 2 * shape.chosen_experts * shape.hidden // parallel.tensor
-        mlps = shape.chosen_experts * (mlps + 2 * shape.hidden) + wide * shape.shared_ffn
-    per_layer = inputs * shape.hidden + (attention + mlps) // parallel.tensor
+        mlp = shape.chosen_experts * (mlp + 2 * shape.hidden) + ffn_tensors * shape.shared_ffn
+    per_layer = hidden_tensors * shape.hidden + (attention + mlp) // parallel.tensor
     per_layer += config.lora.rank * len(config.lora.targets)
     layers_in_flight = (parallel.pipeline - stage) * (shape.layers // parallel.pipeline)
     if config.train.recompute == "full":
@@ -174,7 +174,7 @@ def largest_micro_batch(config: Config, machines: Machines, prompts: PromptSizes
         return limit
     parallel, rollout = config.parallel, config.rollout
     replicas = machines.ranks // (parallel.tensor * parallel.pipeline * parallel.context)
-    rows = -(-rollout.prompts * rollout.n // (config.algo.mini_batches * replicas))
+    rows = math.ceil(rollout.prompts * rollout.n / (config.algo.mini_batches * replicas))
     prefixes = min(rows, rollout.prompts) if config.train.share_prompt else rows
     return min(limit, rows * rollout.max_tokens + prefixes * prompts.longest)
 
@@ -189,19 +189,19 @@ def engine_parts(config: Config, shape: ModelShape, machines: Machines, prompts:
     dtype = DTYPES[rollout.dtype]
 
     def pages(count: int, n: int) -> int:
-        rows = min(rollout.max_num_seqs, -(-count * n // ranks))
-        return -(-count // ranks) * pages_for(prompts.longest) + rows * pages_for(rollout.max_tokens)
+        rows = min(rollout.max_num_seqs, math.ceil(count * n / ranks))
+        return math.ceil(count / ranks) * pages_for(prompts.longest) + rows * pages_for(rollout.max_tokens)
 
-    calls = [(rollout.prompts, rollout.n), (prompts.held_out, config.evaluate.samples)]
-    most = max(pages(count, n) for count, n in calls)
+    calls = [(rollout.prompts, rollout.n), (prompts.held_out, config.evaluate.samples)]  # prompts, samples of each
+    max_pages = max(pages(count, n) for count, n in calls)
     # A tied head may be a second copy of the embedding in float32, see rollout.native.decoder.
     head = 4 * shape.vocab * shape.hidden if shape.tied else 0
     weights = sum(map(math.prod, hf_shapes(shape).values())) * dtype.itemsize + head
-    half = max(0, machines.free // machines.ranks_per_node - others - weights) // 2  # as pages.spare_memory
-    limit = rollout.kv_cache_mib * 2**20 or half
+    half_of_free = max(0, machines.free // machines.ranks_per_node - others - weights) // 2  # as pages.spare_memory
+    limit = rollout.kv_cache_mib * 2**20 or half_of_free
     return {
         "engine's weights": weights,
-        "keys and values": min(most * page_bytes(shape, dtype), limit),
+        "keys and values": min(max_pages * page_bytes(shape, dtype), limit),
         "rollouts": ROLLOUT * max(count * n for count, n in calls) // ranks,
     }
 
@@ -226,11 +226,11 @@ def plan_stage(
     models = {"": parts} | ({"critic's ": training_parts(shape, *size, *shards)} if gae else {})
 
     # While the engine generates, gradients are dropped, and the rest stays or moves to the host.
-    staying = {f"{of}{name}": x for of, own in models.items() for name, x in own.items() if name != "gradients"}
+    staying = {f"{kind}{name}": x for kind, sizes in models.items() for name, x in sizes.items() if name != "gradients"}
     staying |= {"reference": trained_weights(parts)} if config.algo.kl_coef > 0 else {}
     if config.teacher.path:
         staying["teacher"] = training_parts(teacher_shape(config), *size)["weights"]
-    gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
+    gradients = {f"{kind}gradients": sizes["gradients"] for kind, sizes in models.items()}
     tokens = largest_micro_batch(config, machines, prompts)
     fused = not machines.gpu and config.ops.implementation == "fused" and shape.is_llama_like
     activations = activation_bytes(config, shape, tokens, stage, fused)
@@ -238,36 +238,36 @@ def plan_stage(
     contexts = {"CUDA contexts (estimate)": CUDA_CONTEXT * (1 if built_in else 2)} if machines.gpu else {}
     training = {**staying, **gradients, "activations (estimate)": activations, **contexts}
     offloaded = sum(staying.values()) if config.train.offload else 0
-    left = {} if config.train.offload else {f"trainer's {name}": x for name, x in staying.items()}
-    left |= contexts
+    remaining = {} if config.train.offload else {f"trainer's {name}": x for name, x in staying.items()}
+    remaining |= contexts
 
     if built_in and not machines.gpu:
-        last = stage == parallel.pipeline - 1
+        is_last = stage == parallel.pipeline - 1
         # The float32 logits of a chunk, and the gradient of the head's weight if it is trained.
         rows = min(tokens, LOGITS_ROWS) + (0 if config.lora.rank else shape.hidden)
-        head = 4 * rows * shape.vocab // parallel.tensor if last else 0
+        head = 4 * rows * shape.vocab // parallel.tensor if is_last else 0
         generation = {**staying, **engine_parts(config, shape, machines, prompts, sum(staying.values()))}
         training |= {"LM head": head, "rollouts": ROLLOUT * config.rollout.prompts * config.rollout.n // machines.ranks}
         return Plan(with_overhead(training), with_overhead(generation), offloaded)
     if built_in:  # it uses the free memory
-        return Plan(training, left, offloaded)
+        return Plan(training, remaining, offloaded)
 
     # The sampler of TensorRT-LLM has a table of log-probs for the longest response of every sequence.
     engine = config.engine
     dtype = DTYPES[config.rollout.dtype]
     length = context(config, shape)
     fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and engine.quantization == "fp8"
-    sent = file_layout(hf_shapes(shape), dtype, to_fp8_blocks if fp8 else unchanged)[1]
+    weights = file_layout(hf_shapes(shape), dtype, to_fp8_blocks if fp8 else unchanged)[1]
     table = 4 * config.rollout.max_num_seqs * length
     graphs = {}
     if machines.gpu and engine.cuda_graphs:
         graphs["CUDA graphs (estimate)"] = CUDA_GRAPH * len(graph_sizes(config.rollout.max_num_seqs))
-    heads = -(-shape.kv_heads // engine.tensor)
+    heads = math.ceil(shape.kv_heads / engine.tensor)
     return Plan(
         training=training,
-        generation={**left, "engine's weights": sent // engine.tensor, "table of log-probs": table, **graphs},
+        generation={**remaining, "engine's weights": weights // engine.tensor, "table of log-probs": table, **graphs},
         offloaded=offloaded,
-        shared=2 * sent,
+        shared=2 * weights,
         kv_per_token=2 * shape.layers * heads * shape.head_dim * (1 if engine.kv_dtype == "fp8" else dtype.itemsize),
         fraction=engine.memory_fraction,
         context=length,

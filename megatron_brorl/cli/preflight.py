@@ -34,7 +34,7 @@ installed = {p: u.find_spec(p) is not None for p in sys.argv[1:]}
 names = m.packages_distributions().get(engine, [engine])
 print(json.dumps([installed, m.version(names[0]) if installed[engine] else ""]))
 """
-_ANSWER_S = 60.0
+_ANSWER_S = 60.0  # time limit of this program
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,19 @@ def report(findings: list[Finding]) -> tuple[list[str], int]:
     """Return lines to print, and the exit code: 1 if a problem stops every run."""
     lines = []
     status = 0
-    for f in findings:
-        mark = "  ok" if not f.remedy else "BAD " if f.stops else "note"
-        lines.append(f"{mark}  {f.name:20} {f.value}" + (f": {f.remedy}" if f.remedy else ""))
-        status |= bool(f.remedy and f.stops)
+    for finding in findings:
+        mark = "  ok" if not finding.remedy else "BAD " if finding.stops else "note"
+        lines.append(f"{mark}  {finding.name:20} {finding.value}" + (f": {finding.remedy}" if finding.remedy else ""))
+        status |= bool(finding.remedy and finding.stops)
     return lines, int(status)
 
 
 def check_machine() -> None:
     """Raise UserError for the first problem of this machine that stops every run."""
     for check in CHECKS:
-        f = check()
-        if f.remedy and f.stops:
-            raise UserError(f"{f.name}: {f.value}: {f.remedy}")
+        finding = check()
+        if finding.remedy and finding.stops:
+            raise UserError(f"{finding.name}: {finding.value}: {finding.remedy}")
 
 
 def _torch() -> Finding:
@@ -88,13 +88,13 @@ def _torch() -> Finding:
 
 
 def _megatron() -> Finding:
-    wanted = TESTED_MEGATRON[sys.version_info >= (3, 12)]
-    remedy = f'pip install "megatron-core=={wanted}.*"'
+    recommended = TESTED_MEGATRON[sys.version_info >= (3, 12)]
+    remedy = f'pip install "megatron-core=={recommended}.*"'
     try:
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         return Finding("megatron-core", "none", remedy)
-    known = any(version.startswith(f"{x}.") for x in TESTED_MEGATRON)
+    known = any(version.startswith(f"{series}.") for series in TESTED_MEGATRON)
     return Finding("megatron-core", f"{version} (tested: {', '.join(TESTED_MEGATRON)})", "" if known else remedy)
 
 
@@ -118,8 +118,8 @@ def csrc() -> Finding:
         return Finding("csrc", value, remedy)
 
     built = "with" if native.CUDA else "without"
-    wrong = torch.cuda.is_available() and not native.CUDA
-    remedy = "install again with BRORL_CUDA=1 and CUDA_HOME set" if wrong else ""
+    lacks_cuda = torch.cuda.is_available() and not native.CUDA
+    remedy = "install again with BRORL_CUDA=1 and CUDA_HOME set" if lacks_cuda else ""
     return Finding("csrc", f"CPU kernels for {native.PROCESSOR}, {built} CUDA kernels", remedy)
 
 
@@ -140,10 +140,10 @@ def _built_in_engine() -> Finding:
 def _shared_memory() -> Finding:
     gpu = torch.cuda.is_available()  # ranks on CPUs use little shared memory
     if not os.path.isdir("/dev/shm"):
-        return Finding("shared memory", "no /dev/shm", "mount one (docker run --shm-size=16g)", gpu)
+        return Finding("shared memory", "no /dev/shm", "mount one (docker run --shm-size=16g)", stops=gpu)
     size = shutil.disk_usage("/dev/shm").total / 2**20
     remedy = "docker run --shm-size=16g, or set engine.shared_memory to another folder in memory"
-    return Finding("shared memory", f"{size:.0f} MiB", remedy if size < MIN_SHARED_MIB else "", gpu)
+    return Finding("shared memory", f"{size:.0f} MiB", remedy if size < MIN_SHARED_MIB else "", stops=gpu)
 
 
 def _disk() -> Finding:

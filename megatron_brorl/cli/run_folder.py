@@ -72,9 +72,9 @@ def _refused(directory: Path, error: OSError) -> UserError:
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """Return the size of a checkpoint: trained weights, Adam's moments and masters, also of critic and reference."""
-    whole = functools.partial(training_parts, shape, stage=0, tensor=1, pipeline=1, dtype=DTYPES[config.model.dtype])
-    actor = whole(lora=config.lora)
-    models = [actor, *([whole()] if config.algo.advantage == "gae" else [])]
+    parts_of = functools.partial(training_parts, shape, stage=0, tensor=1, pipeline=1, dtype=DTYPES[config.model.dtype])
+    actor = parts_of(lora=config.lora)
+    models = [actor, *([parts_of()] if config.algo.advantage == "gae" else [])]
     reference = trained_weights(actor) if config.algo.kl_coef else 0
     return sum(trained_weights(parts) + parts["optimizer"] for parts in models) + reference
 
@@ -85,14 +85,14 @@ def check_disk(config: Config, shape: ModelShape, directory: Path) -> str:
     The run needs the model and its checkpoints: train.keep_checkpoints, the best one (train.keep_best) and the one
     that is written before the oldest is deleted, less those that exist.
     """
-    one = int(checkpoint_bytes(config, shape) * _WRITING_MARGIN)
-    model = training_parts(shape, stage=0, tensor=1, pipeline=1, dtype=DTYPES[config.model.dtype])["weights"]
+    checkpoint = int(checkpoint_bytes(config, shape) * _WRITING_MARGIN)
+    model_size = training_parts(shape, stage=0, tensor=1, pipeline=1, dtype=DTYPES[config.model.dtype])["weights"]
 
-    kept = config.train.keep_checkpoints + 1 + bool(config.train.keep_best)
-    missing = kept - len(folders.by_step(directory / "checkpoints"))
-    need = one * max(missing, 1) + model
+    max_checkpoints = config.train.keep_checkpoints + 1 + bool(config.train.keep_best)
+    missing = max_checkpoints - len(folders.by_step(directory / "checkpoints"))
+    need = checkpoint * max(missing, 1) + model_size
     free = shutil.disk_usage(_nearest_existing(directory)).free
-    parts = f"checkpoints of {amount(one)}, {amount(model)} of the model"
+    parts = f"checkpoints of {amount(checkpoint)}, {amount(model_size)} of the model"
     if need > free:
         raise UserError(
             f"run.dir = {directory}: needs {amount(need)} ({parts}) and {amount(free)} are free: free some, lower "
@@ -145,11 +145,11 @@ def fingerprint(
     own_functions: the SHA-256 of the file of each verifier, advantage and policy loss of the user, by name. inputs: the
     SHA-256 of "tokenizer", "train" and "held_out" (Sources.digests), and the date of the chat template.
     """
-    kept = dataclasses.asdict(config)
-    kept |= {_SHAPE: dataclasses.asdict(shape), _FUNCTIONS: dict(own_functions), _INPUTS: dict(inputs or {})}
-    kept |= {_TEACHER_SHAPE: dataclasses.asdict(teacher) if teacher else {}}
+    values = dataclasses.asdict(config)
+    values |= {_SHAPE: dataclasses.asdict(shape), _FUNCTIONS: dict(own_functions), _INPUTS: dict(inputs or {})}
+    values |= {_TEACHER_SHAPE: dataclasses.asdict(teacher) if teacher else {}}
     # Convert tuples to lists, as in a checkpoint's JSON.
-    plain: Fingerprint = json.loads(json.dumps(kept))
+    plain: Fingerprint = json.loads(json.dumps(values))
     return plain
 
 

@@ -156,7 +156,13 @@ class Session:
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse order
 
     def __enter__(self) -> Session:
-        self._lock()
+        # Lock run.dir. All ranks raise UserError if another run writes there.
+        self._is_new_folder = self.is_main_rank and not self.dir.exists()
+        handle = self.share_errors(lambda: run_folder.lock(self.dir) if self.is_main_rank else None)
+        if handle:
+            self._closing.append(handle.close)
+        self.share_errors(lambda: run_folder.keep_template_date(self.dir, self.template_date, self.is_main_rank))
+
         # Print stacks before the collectives that wait for a hanging rank time out.
         dump_stacks_after(0.8 * self.config.parallel.timeout_s)
         self._stalls = StallReporter(self.config.parallel.timeout_s)
@@ -176,14 +182,6 @@ class Session:
         for close in reversed(self._closing):
             close()
 
-    def _lock(self) -> None:
-        """Raise UserError on all ranks if another run writes to run.dir."""
-        self._is_new_folder = self.is_main_rank and not self.dir.exists()
-        handle = self.share_errors(lambda: run_folder.lock(self.dir) if self.is_main_rank else None)
-        if handle:
-            self._closing.append(handle.close)
-        self.share_errors(lambda: run_folder.keep_template_date(self.dir, self.template_date, self.is_main_rank))
-
     def share_errors(self, check: Callable[[], T]) -> T:
         """Return the result of `check` on this rank, or raise on all ranks if it raises UserError on one of them."""
         result = None
@@ -202,7 +200,7 @@ class Session:
         machines = memory_plan.Machines(self.grid.world_size, per_node, memory_plan.gpu_bytes())
         sources = self.sources
         lengths = [len(p.token_ids) for p in (*sources.representative_prompts(), *sources.held_out)]
-        prompts = memory_plan.PromptSizes(max(lengths), len(sources.held_out))
+        prompts = memory_plan.PromptSizes(longest=max(lengths), held_out=len(sources.held_out))
         teacher = self.share_errors(lambda: self.teacher_shape)
         if teacher:
             self.program.on_check("teacher", f"{teacher.layers} layers of {teacher.hidden}, tokenizer as model.path")
@@ -252,7 +250,7 @@ class Session:
         return self.tokenizer.continuation(messages, self._data.chat, self._data.chat_template_kwargs, after_stop)
 
     def _data_config(self) -> DataConfig:
-        """Return section [data] for reading rows. With an environment, its tools are part of prompts of a template.
+        """Return section [data] for reading rows. The tools of an environment become a variable of the chat template.
 
         Agents receive the prompt of a row as it is, and write the messages themselves.
         """
@@ -292,7 +290,7 @@ class Session:
         if self.teacher_shape is None:
             return None
         worker = Worker(self.teacher_shape, self.grid, self._stage_options())
-        return self._load_weights(worker, "teacher.path", str(teacher_directory(self.config)))
+        return self._load_weights(worker, key="teacher.path", path=str(teacher_directory(self.config)))
 
     def critic(self) -> CriticWorker | None:
         """Return the critic with the weights of model.path, or None if algo.advantage needs none."""
@@ -330,12 +328,12 @@ class Session:
     def started_verifiers(self) -> CheckedVerifiers:
         """The result of checking the verifiers of the data. Raises UserError if one cannot be used."""
         reward = self.program.reward
-        started = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
+        checked = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
         if reward:
-            started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: source_sha256(reward)})
-        if started.unsandboxed and self.is_main_rank:
+            checked = replace(checked, sha256={**checked.sha256, custom.IN_PROCESS: source_sha256(reward)})
+        if checked.unsandboxed and self.is_main_rank:
             warn(sandbox.WARNING)
-        return started
+        return checked
 
     @functools.cached_property
     def own_algorithm(self) -> dict[str, str]:
@@ -370,8 +368,8 @@ class Session:
         path = Path(self.config.model.path)
         digests = self.sources.digests(path, self.template_date)
         if self.config.lora.rank:
-            own = self.share_errors(lambda: hugging_face.weights_sha256(path) if self.is_main_rank else "")
-            digests[adapters.BASE_WEIGHTS] = collectives.all_gather(own)[0]
+            digest = self.share_errors(lambda: hugging_face.weights_sha256(path) if self.is_main_rank else "")
+            digests[adapters.BASE_WEIGHTS] = collectives.all_gather(digest)[0]
         return digests
 
     @span("starting the engine")
@@ -467,12 +465,12 @@ class Session:
 
         save_s: see JobEnd.step_fits.
         """
-        own = {
+        on_this_rank = {
             "signal": signals.stop_requested(),
             "late": not self.job_end.step_fits(save_s),
             "callback": self.program.callbacks.stop,
         }
-        reasons = collectives.all_reduce_max({k: float(v) for k, v in own.items()})
+        reasons = collectives.all_reduce_max({name: float(value) for name, value in on_this_rank.items()})
         if reasons["signal"]:
             self.stopped_by = "stopped by a signal"
         elif reasons["callback"]:
@@ -494,9 +492,8 @@ class Session:
         differs = False
         if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
-            text = model_card(card)
             source = self.config.model.path
-            differs = hugging_face.save(tensors, source, self.dir / "model", dtype, text)
+            differs = hugging_face.save(tensors, source, self.dir / "model", dtype, model_card(card))
         else:
             deque(tensors, maxlen=0)  # The stream is a collective.
         if self.config.lora.rank:
@@ -524,10 +521,10 @@ class Session:
 
     def peak_rss_mib(self) -> float:
         """Return the sum of the ranks' peak resident memory and of their children's own memory."""
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        own_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         # A forked process shares most of its pages with its parent.
-        children = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
-        return collectives.all_reduce_sum({"mib": own + children})["mib"]
+        children_mib = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
+        return collectives.all_reduce_sum({"mib": own_mib + children_mib})["mib"]
 
 
 SLURM_END = "SLURM_JOB_END_TIME"  # Unix time, in the environment of a job's steps

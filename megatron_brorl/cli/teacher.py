@@ -33,13 +33,13 @@ def check_teacher(config: Config, tokenizer: Tokenizer, context: int) -> ModelSh
     """
     where = f"{KEY} = {config.teacher.path}"
     shape = teacher_shape(config)
-    own = load_tokenizer(teacher_directory(config))
-    if difference := tokenizer_difference(tokenizer, own):
+    teacher_tokenizer = load_tokenizer(teacher_directory(config))
+    if difference := tokenizer_difference(tokenizer, teacher_tokenizer):
         raise UserError(
             f"{where}: its tokenizer is not that of model.path: {difference}; choose a teacher of its family"
         )
-    if own.vocab_size > shape.vocab:
-        raise UserError(f"{where}: has {own.vocab_size} tokens and vocab_size = {shape.vocab}: copy its files again")
+    if (tokens := teacher_tokenizer.vocab_size) > shape.vocab:
+        raise UserError(f"{where}: has {tokens} tokens and vocab_size = {shape.vocab}: copy its files again")
     if context > shape.context:
         raise UserError(
             f"{where}: max_position_embeddings = {shape.context} is less than the {context} tokens of a prompt with "

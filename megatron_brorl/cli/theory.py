@@ -38,8 +38,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    # Matplotlib is imported here, because it would slow down the start of every command.
-    from megatron_brorl.report.plots import save, simulation_figure
+    from megatron_brorl.report.plots import save, simulation_figure  # imports matplotlib, which is slow
     from megatron_brorl.tracking.progress import progress
 
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
@@ -62,10 +61,11 @@ def _simulate(args: argparse.Namespace) -> int:
     figure = save(simulation_figure(curves, settings), args.out / "simulate.png")
 
     rows = [("N", "seed", "Q_pos(0)", f"Q_pos({settings.steps})", "improved", "worst drop")]
-    for c in curves:
-        s = c.summary()
-        q_pos = (f"{s['q_pos_initial']:.4f}", f"{s['q_pos_final']:.4f}")
-        rows.append((str(c.n), str(c.seed), *q_pos, f"{s['improved_share']:.2%}", f"{s['worst_drop']:.1e}"))
+    for curve in curves:
+        summary = curve.summary()
+        q_pos = (f"{summary['q_pos_initial']:.4f}", f"{summary['q_pos_final']:.4f}")
+        changes = (f"{summary['improved_share']:.2%}", f"{summary['worst_drop']:.1e}")
+        rows.append((str(curve.n), str(curve.seed), *q_pos, *changes))
     print("\n".join(aligned(rows)))
     print(f"figure   {figure}")
     print(f"curves   {args.out / 'curves.csv'}")
@@ -84,17 +84,15 @@ def _pass_rates(args: argparse.Namespace) -> int:
         kind, groups = latest_groups(args.run)
     else:
         kind = "evaluation"
-        groups = [a | {"rollouts": a["samples"]} for a in read_answers(args.run / ANSWERS).values()]
-    right, rollouts = np.array([(g["right"], g["rollouts"]) for g in groups]).T
+        groups = [answer | {"rollouts": answer["samples"]} for answer in read_answers(args.run / ANSWERS).values()]
+    right, rollouts = np.array([(group["right"], group["rollouts"]) for group in groups]).T
     rates = right / rollouts
     print(f"{len(rates)} prompts, the last {kind} of each, {rollouts.min()} to {rollouts.max()} rollouts per prompt")
-    never = int((rates == 0).sum())
-    always = int((rates == 1).sum())
     low, middle, high = np.quantile(rates, (0.25, 0.5, 0.75))
     print(f"success rate: mean {rates.mean():.3f}, quartiles {low:.3f} {middle:.3f} {high:.3f}")
-    print(f"{never} prompts without a right rollout, {always} without a wrong one")
+    print(f"{(rates == 0).sum()} prompts without a right rollout, {(rates == 1).sum()} without a wrong one")
 
-    counts = [g.get("reward_counts") or [g["right"], g["rollouts"] - g["right"]] for g in groups]
+    counts = [group.get("reward_counts") or [group["right"], group["rollouts"] - group["right"]] for group in groups]
     if any(g.get("reward") is not None and abs(g["reward"] - g["right"] / g["rollouts"]) > 1e-6 for g in groups):
         print(f"mean reward {np.mean([g['reward'] for g in groups]):.4g}; groups are mixed if their rewards differ")
     shares = [mixed_share(counts, n) for n in SIZES]

@@ -185,11 +185,11 @@ def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> Tr
     """Return the model card's content. after: the evaluation at the end."""
     rollout = session.config.rollout
     sizes = {"steps": state.step, "rollouts per prompt (N)": rollout.n, "prompts per step": rollout.prompts}
-    how = "reinforcement learning with verifiable rewards", "reinforcement-learning"
+    how_and_tag = "reinforcement learning with verifiable rewards", "reinforcement-learning"
     if session.config.teacher.path:
         teacher = InitialModel.of(session.config.teacher.path, teacher_directory(session.config))
-        how = f"on-policy distillation from {teacher.name}", "on-policy-distillation"
-    card = session.card(*how, sizes, state.started_at)
+        how_and_tag = f"on-policy distillation from {teacher.name}", "on-policy-distillation"
+    card = session.card(*how_and_tag, sizes, state.started_at)
     verifiers = sorted(session.sources.verifiers - {"none"})
     return dataclasses.replace(card, verifiers=verifiers, before=state.initial_evaluation, after=after)
 
@@ -232,9 +232,8 @@ def dry_run(config: Config, program: Program) -> int:
     """Make all checks and return 0; a collective. Raises UserError at the first problem."""
     preflight.check_machine()
     session = Session(config, program=program)  # tokenizer, data, layout
-    _print_check(
-        "run.dir", session.share_errors(lambda: run_folder.check_writable(session.dir) if session.is_main_rank else "")
-    )
+    writable = session.share_errors(lambda: run_folder.check_writable(session.dir) if session.is_main_rank else "")
+    _print_check("run.dir", writable)
     session.preflight()  # memory and disk
 
     _print_check("algorithm", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.own_algorithm.items()))
@@ -247,11 +246,11 @@ def dry_run(config: Config, program: Program) -> int:
     _print_check("reward", session.check_verifiers([*sources.representative_prompts(), *sources.held_out]))
 
     if agent := session.agent:
-        first, size = session.sources.train.prompts(0, 1)[0], context(config, session.shape)
+        first, size = session.sources.train.prompts(start=0, count=1)[0], context(config, session.shape)
         sampling = training_sampling_params(config, session.stop_ids, session.shape.experts)
         _print_check("agent run", agent.trial(first, sampling, size) if session.is_main_rank else "")
     worker = session.worker(config.optim, _Worker)
-    step = _forward_backward(worker, session.sources.train.prompts(0, 1)[0], config)
+    step = _forward_backward(worker, session.sources.train.prompts(start=0, count=1)[0], config)
     _print_check("micro-step", f"loss {step['loss']:.3g}, gradient norm {step['grad_norm']:.3g}, nothing is changed")
     grid.leave()  # without waiting for other ranks
     _print_check("dry run", "all checks passed; the same command without --dry-run starts the run")

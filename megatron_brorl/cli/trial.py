@@ -36,7 +36,6 @@ def check_user_functions(
         log_probs = torch.linspace(-2, -1, 6, requires_grad=True)
         signs = torch.tensor([1.0, 1, 1, -1, -1, -1])
         tokens = PolicyTokens(log_probs.detach(), signs, torch.ones(6), sequences=(signs < 0).long())
-        policy_loss(
-            log_probs, torch.ones(6, requires_grad=True), tokens, PolicyLossSettings(policy_loss=algo.policy_loss)
-        )
+        settings = PolicyLossSettings(policy_loss=algo.policy_loss)
+        policy_loss(log_probs, torch.ones(6, requires_grad=True), tokens, settings)
     return hashes

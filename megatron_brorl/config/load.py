@@ -80,8 +80,8 @@ def suggestion(path: str, value: object = None) -> str:
     if not section:
         close = difflib.get_close_matches(last, json_schema()["properties"])
     else:
-        here = {key.rpartition(".")[2]: key for key in keys() if key.rpartition(".")[0] == section}
-        close = [here[name] for name in difflib.get_close_matches(last, here)]
+        keys_by_name = {key.rpartition(".")[2]: key for key in keys() if key.rpartition(".")[0] == section}
+        close = [keys_by_name[name] for name in difflib.get_close_matches(last, keys_by_name)]
     close = close or [key for key in keys() if key.rpartition(".")[2] == last]
     return f"did you mean {' or '.join(close[:3])}?" if close else ""
 
@@ -120,7 +120,7 @@ def _source(key: str, where: str, overrides: Sequence[str]) -> str:
 
 
 def _describe_error(error: ValidationError) -> tuple[str, str]:
-    """Return the first unknown key, or else that of the first wrong value, and a message: key, value, what to do."""
+    """Return the first unknown key, or else the first key with a wrong value, and a message about it."""
     first = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
     path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"]).lstrip(".")
     if first["type"] == "unexpected_keyword_argument":

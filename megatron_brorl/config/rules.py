@@ -258,22 +258,22 @@ def _updates(config: Config) -> Iterator[Rule]:
     yield "algo.aggregation_tokens", algo.aggregation == "fixed" and algo.aggregation_tokens == 0, why
 
     of_prompts = algo.mini_batch_of == "prompts"
-    pieces, of = (rollout.prompts, "prompts (rollout.prompts)") if of_prompts else (rollout.n, "siblings (rollout.n)")
-    yield "algo.mini_batches", algo.mini_batches > pieces, f"cannot divide {pieces} {of} into that many mini-batches"
+    pieces, kind = (rollout.prompts, "prompts (rollout.prompts)") if of_prompts else (rollout.n, "siblings (rollout.n)")
+    yield "algo.mini_batches", algo.mini_batches > pieces, f"cannot divide {pieces} {kind} into that many mini-batches"
     yield "algo.train_on", algo.train_on == 1, "must be 0 (all) or at least 2, because one reward has no spread"
     yield "algo.train_on", algo.train_on > rollout.n, f"must be at most rollout.n = {rollout.n}"
     divides = of_prompts or not algo.train_on or algo.mini_batches <= algo.train_on
     yield "algo.mini_batches", not divides, f"cannot divide algo.train_on = {algo.train_on} siblings into that many"
-    # Both would be normalised over the tokens of the subset only.
+    # Advantages of a critic and KL rewards would be normalised over the tokens of the subset only.
     yield "algo.train_on", bool(algo.train_on) and algo.advantage == "gae", 'must be 0 with algo.advantage = "gae"'
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
     yield "algo.train_on", bool(algo.train_on) and kl_in_reward, 'must be 0 with algo.kl_in = "reward"'
     for name, value in dataclasses.asdict(config.reference).items():
         yield f"reference.{name}", bool(value) and algo.kl_coef == 0, "needs algo.kl_coef above 0"
 
-    rate = config.optim
-    flat = rate.lr_schedule == "constant"
-    yield "optim.min_lr_ratio", rate.min_lr_ratio > 0 and flat, 'must be 0 with optim.lr_schedule = "constant"'
+    optim = config.optim
+    constant = optim.lr_schedule == "constant"
+    yield "optim.min_lr_ratio", optim.min_lr_ratio > 0 and constant, 'must be 0 with optim.lr_schedule = "constant"'
     masked = algo.mismatch_mask != "off"
     from_engine = algo.old_log_probs == "rollout"
     yield "algo.mismatch_mask", masked and from_engine, 'needs algo.old_log_probs = "actor" to compare with'
@@ -291,7 +291,7 @@ def _distillation(config: Config) -> Iterator[Rule]:
     distills = algo.distill_coef > 0
     yield "algo.distill_coef", distills and not config.teacher.path, "needs teacher.path"
     yield "teacher.path", bool(config.teacher.path) and not distills, "needs algo.distill_coef above 0"
-    # The teacher is a signal for groups with equal rewards, too.
+    # The teacher also gives a signal for groups with equal rewards, which dynamic sampling drops.
     yield "algo.dynamic_sampling", distills and algo.dynamic_sampling, "must be false with algo.distill_coef"
     why = "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path, or reward.group_function"
     yield "data.verifier", _is_unscored(config) and not distills, why
@@ -311,13 +311,13 @@ def _data(config: Config) -> Iterator[Rule]:
     yield "data.train", bool(data.train and data.mixture), "give either data.train or data.mixture"
     yield "data.system_prompt", bool(data.system_prompt) and not data.chat, "needs data.chat = true"
     yield "data.chat_template_kwargs", bool(data.chat_template_kwargs) and not data.chat, "needs data.chat = true"
-    own = bool(data.tasks) and data.verifier not in ("exact", "none")
-    yield "data.verifier", own, 'data.tasks have their own: leave it out, or set "none"'
+    own_verifier = bool(data.tasks) and data.verifier not in ("exact", "none")
+    yield "data.verifier", own_verifier, 'data.tasks have their own: leave it out, or set "none"'
 
 
 # A resumed run must keep the keys that determine the model, the data and its order, the meaning of a reward, or the
 # content of a checkpoint. Rows are compared by content, so the files may move.
-_MAY_CHANGE = {  # no other keys
+_MAY_CHANGE = {  # no other keys of these sections may change
     "data": {"train", "held_out"},
     "environment": {"max_tool_seconds"},
     "agent": {"max_seconds"},
@@ -335,16 +335,16 @@ _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sec
 }
 # A resumed run must also keep these if a step carries rollouts over to the next one, because checkpoints then store the
 # groups and log-probabilities of these rollouts.
-_OF_WAITING = {"n", "temperature", "top_p", "top_k"}
+_KEYS_OF_WAITING_GROUPS = {"n", "temperature", "top_p", "top_k"}
 
 
 @functools.cache
 def fixed_keys() -> frozenset[str]:
     """Return the section.key of every key that a resumed run must always keep."""
     fixed = {f"{section}.{key}" for section, keys in _MUST_NOT_CHANGE.items() for key in keys}
-    for section, free in _MAY_CHANGE.items():
+    for section, may_differ in _MAY_CHANGE.items():
         names = {f.name for f in dataclasses.fields(getattr(Config(), section))}
-        fixed |= {f"{section}.{key}" for key in names - free}
+        fixed |= {f"{section}.{key}" for key in names - may_differ}
     return frozenset(fixed)
 
 
@@ -360,4 +360,4 @@ def may_change(path: str, old: Any, new: Any, rollout: Mapping[str, Any]) -> boo
         return (old > 0) == (new > 0)
     section, _, key = path.partition(".")
     waiting = bool(rollout.get("partial_tokens") or rollout.get("refills"))
-    return path not in fixed_keys() and not (waiting and section == "rollout" and key in _OF_WAITING)
+    return path not in fixed_keys() and not (waiting and section == "rollout" and key in _KEYS_OF_WAITING_GROUPS)

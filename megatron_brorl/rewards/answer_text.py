@@ -46,16 +46,16 @@ _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|`")
 _BOLD = re.compile(r"(?<![\w)*])\*\*(?=\S)([^*]*)(?<=\S)\*\*(?![\w(*])")  # not 2**3, where ** is a power
 _DOLLAR = re.compile(r"(?<!\\)\$")
 # A pair in brackets, which are reversed at the open ends of an interval in some countries: ]0;1[ is (0,1).
-_END = r"(?:[^\[\](),;]|\([^\[\](),;]*\))+"
+_END = r"(?:[^\[\](),;]|\([^\[\](),;]*\))+"  # one item of the pair
 _INTERVAL = re.compile(
     r"(?P<before>(?:^|[$({}=,;:]|\\(?:cup|cap|in|setminus|lor|\()(?![a-z])|\b(?:or|and)\b)\s*(?:\\left\s*)?)"
     rf"(?P<left>[\[\](])(?P<start>{_END})[,;](?P<end>{_END})(?P<right>[\[\])])"
 )
-_LEADING = " \t\r\n\u2009:*_"
+_LEADING = " \t\r\n\u2009:*_"  # characters that are removed at the start of an answer, and _TRAILING at its end
 _TRAILING = _LEADING + ".,;"
 
 MAX_NUMBER_CHARS = 200  # longer texts are not parsed as plain numbers
-_MAX_EXPONENT = 1000
+_MAX_EXPONENT = 1000  # of a power of ten
 _DECIMAL = rf"(?:(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,3}}(?:{THIN}\d{{3}})+|\d+)(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?P<money>\$|€|£|¥|US\$)?\s*(?P<sign2>-?)\s*(?:
@@ -98,8 +98,8 @@ CHANGES_NUMBER = re.compile(
     re.IGNORECASE,
 )
 
-# Parts of an answer that are letters or a list of letters, and the letters that are text instead of a product: those of
-# _CODE (ii, A1) in every answer, those of _NAMES (HTT, 1A, e4, ix) and _LOWER (on, its, was, tth) only if the reference
+# _PART matches a part of an answer that consists of letters. They are text instead of a product if they match _CODE
+# (ii, A1). They are also text if they match _NAMES (HTT, 1A, e4, ix) or _LOWER (on, its, was, tth), and the reference
 # has such a part.
 _PART = re.compile(
     r"(?P<before>(?:^|[,;]|\\(?:lor|cup|in)(?![a-z]))(?:[A-Za-z_' ]{1,40}=)?(?:\s|\\?[({\[])*)"
@@ -275,7 +275,7 @@ def plain_number(text: str) -> PlainNumber | None:
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
-    """Return the absolute value of a match of _NUMBER, or None if it has none."""
+    """Return the absolute value of a match of _NUMBER, or None for an invalid fraction or a large exponent."""
     # A repeating decimal: 0.1(6) = 0.1 + 6/90.
     if number["period"]:
         fixed = number["fixed"]
@@ -289,10 +289,10 @@ def _value(number: re.Match[str]) -> Fraction | None:
     if top:
         whole = number["whole"] or number["whole2"]
         divisor = _fraction(bottom)
-        part = _fraction(top) / divisor if divisor else None
-        if whole is None or part is None:
-            return part
-        return int(whole) + part if 0 < part < 1 else None
+        fraction = _fraction(top) / divisor if divisor else None
+        if whole is None or fraction is None:
+            return fraction
+        return int(whole) + fraction if 0 < fraction < 1 else None
 
     exponent = int((number["e"] or number["ten"] or number["only"] or "0").strip("{ }"))
     return _fraction(number["decimal"] or "1") * Fraction(10) ** exponent if abs(exponent) <= _MAX_EXPONENT else None
@@ -312,27 +312,28 @@ def unit(text: str) -> Unit | None:
     powers: Counter[str] = Counter()
     sign = 1
     factor = 1
-    at = 0
-    last = ""
+    end = 0
+    last_symbol = ""
     text = text.strip()
     for token in _UNIT_WORD.finditer(text):
         word = token["word"]
-        if token.start() != at:
+        if token.start() != end:
             return None
-        at = token.end()
+        end = token.end()
         if token["mark"] == "/" or word == "per":
             sign = -1
         elif word in _POWERS and not word.endswith("ed"):
             factor = _POWERS[word]
-        elif word in _POWERS and last:
-            powers[last] *= _POWERS[word]
+        elif word in _POWERS and last_symbol:
+            powers[last_symbol] *= _POWERS[word]
         elif word:
-            last = _symbol(word)
-            if not last:
+            last_symbol = _symbol(word)
+            if not last_symbol:
                 return None
-            powers[last] += sign * factor * int(token["power"] or 1)
+            powers[last_symbol] += sign * factor * int(token["power"] or 1)
             factor = 1
-    return ({name: power for name, power in powers.items() if power} or None) if at == len(text) else None
+    measured = {name: power for name, power in powers.items() if power}
+    return measured if measured and end == len(text) else None
 
 
 def without_unit(text: str) -> tuple[str, Unit | None]:

@@ -34,8 +34,8 @@ _ASIDE = re.compile(r"[,;:(]|\.\s|\s[-\u2013\u2014]+\s|</?s>|<\|")
 _TO_LAST_DIGIT = re.compile(r".*\d|.")
 
 _MAX_LINE = 300  # characters
-_MAX_SENTENCE = 1000
-_MAX_SPELLINGS = 8
+_MAX_SENTENCE = 1000  # characters
+_MAX_SPELLINGS = 8  # different texts of one answer that are compared
 _SAYS = re.compile(
     r"\banswer\b(?:[*_]{0,2}\s?[*_]{0,2}(?:is|are|=|:)(?![A-Za-z])| (?:to|for) [^.:\n]{1,80}? is\b)", re.IGNORECASE
 )
@@ -123,7 +123,7 @@ def same_text(a: str, b: str) -> bool:
 def final_answer(response: str, same: Same, is_bare: Predicate, is_candidate: Predicate | None = None) -> str | None:
     """Return the answer of a response, or None if it has none or several different ones.
 
-    A response without any of the forms above is an answer itself if `is_bare` accepts it.
+    A response in which `places` finds no answer is an answer itself if `is_bare` accepts it.
     """
     answers = places(response, is_candidate)
     if answers:
@@ -164,9 +164,9 @@ def places(response: str, is_candidate: Predicate | None = None) -> list[str]:
     Answers that `is_candidate` rejects are skipped, unless it rejects every answer in every form.
     """
     text = after_thought(response)
-    first: list[str] = []
+    first_answers: list[str] = []
     for form in (tags, boxes, _hashes, _sentences):
-        answers = [answer for answer in (part.strip() for part in form(text)) if answer]
+        answers = list(filter(None, map(str.strip, form(text))))
         if form is tags:
             answers = [answer for tag in answers for answer in places(tag, is_candidate) or [tag]]
 
@@ -176,8 +176,8 @@ def places(response: str, is_candidate: Predicate | None = None) -> list[str]:
             spellings = set(filter(is_candidate, spellings))
         if spellings:
             return [answer for answer in answers if answer in spellings]
-        first = first or answers
-    return first
+        first_answers = first_answers or answers
+    return first_answers
 
 
 def _hashes(text: str) -> list[str]:
@@ -185,8 +185,8 @@ def _hashes(text: str) -> list[str]:
     texts = []
     for markup, rest in _HASHES.findall(text) if "####" in text else ():
         line = _REASON.sub("", _MARKUP.sub("", rest) if markup else rest)
-        last = _TO_LAST_DIGIT.match(line)
-        aside = _ASIDE.search(line, last.end() if last else 0)
+        to_last_digit = _TO_LAST_DIGIT.match(line)
+        aside = _ASIDE.search(line, to_last_digit.end() if to_last_digit else 0)
         texts.append(line[: aside.start()] if aside and not CHANGES_NUMBER.search(line, aside.start()) else line)
     return texts
 

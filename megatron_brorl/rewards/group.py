@@ -13,11 +13,11 @@ from megatron_brorl.user_functions import describe, import_function
 
 KEY = "reward.group_function"
 MAJORITY = "majority"
-PREFIX = "group "  # of the names of judges of groups in worker processes
+PREFIX = "group "  # begins the names of judges of groups in worker processes
 
 
 def judge(name: str) -> Callable[..., list[Any]]:
-    """Return `score_group` for a worker process. name: that of a function, or "majority VERIFIER"."""
+    """Return `score_group` for a worker process. name: a function, or "majority VERIFIER"."""
     kind, _, verifier = name.partition(" ")
     if kind == MAJORITY:
         return partial(score_group, lambda answers, **_: majority(answers, verifier))
@@ -29,7 +29,7 @@ def score_group(
 ) -> list[Any]:
     """Call the function of a group. Reply like verifier.Judge, with the score of each rollout in parts; never raise.
 
-    Without parts, the group has no signal. The status is "invalid" if a score is missing or not finite.
+    Without parts, the group has no signal: the function returned None. "invalid": a score is missing or not finite.
     """
     try:
         returned = function(row=row, responses=texts, answers=answers)
@@ -46,7 +46,7 @@ def score_group(
 
 
 def majority(answers: Sequence[str | None], verifier: str) -> list[float]:
-    """Return 1 for answers that equal the most frequent one, of several the one that occurs first. Others get 0."""
+    """Return 1 for answers that equal the most frequent answer, or the first of several such answers. Others get 0."""
     votes = [None if answer is None else answer_key(answer, verifier) for answer in answers]
     counts = Counter(vote for vote in votes if vote is not None)
     label = max(counts, key=counts.__getitem__, default=None)

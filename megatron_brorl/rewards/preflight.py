@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +35,6 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
     """Check that the verifiers of a run's rows can be used here. Raises UserError if not."""
     entries = {name: registry.entry(name, "verifier", config) for name in sorted(names)}
 
-    # Verifiers that run programs written by the model need a sandbox.
     isolation.set_environment(config.unsandboxed, config.timeout_s)
     executing = [name for name, entry in entries.items() if entry.executes]
     if executing and not config.unsandboxed:
@@ -66,7 +66,7 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
     scored: dict[str, Scored] = {}
     lines, warnings = [], []
     for (name, _), group in groups.items():
-        rows = group[:: -(-len(group) // _ROWS_PER_TASK)]  # at even distances, because a file may be sorted
+        rows = group[:: math.ceil(len(group) / _ROWS_PER_TASK)]  # at even distances, because a file may be sorted
         is_custom = registry.entry(rows[0].verifier, "verifier", config).is_custom
         references, new_warnings = try_texts(pool.score, f"verifier {name!r}", rows, is_custom)
         warnings += new_warnings
@@ -74,7 +74,8 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
             lines.append(f"verifier {name!r} scores texts for {len(rows)} rows")
             continue
         scored[name] = references
-        low, high = (end(score.reward for _, score in references) for end in (min, max))
+        rewards = [score.reward for _, score in references]
+        low, high = min(rewards), max(rewards)
         span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         lines.append(f"verifier {name!r} gives {span} to the reference answers of {len(references)} rows")
     return "\n".join(lines), warnings + _warnings(scored, config)
@@ -87,8 +88,13 @@ def try_texts(score: Score, what: str, rows: Sequence[Prompt], is_custom: bool =
     on all of them, or if another verifier fails on a reference.
     """
     kinds = ("the reference answer", "the prompt's text", "an empty text", "the text 0")[: 4 if is_custom else 1]
-    tried = [(p, *x) for p in rows for x in zip(kinds, (p.answer, p.text, "", "0"), strict=False) if x[1] is not None]
-    scores = score([ScoreRequest(prompt, (text or "").strip()) for prompt, _, text in tried])
+    tried = [
+        (prompt, kind, text.strip())
+        for prompt in rows
+        for kind, text in zip(kinds, (prompt.answer, prompt.text, "", "0"), strict=False)
+        if text is not None
+    ]
+    scores = score([ScoreRequest(prompt, text) for prompt, _, text in tried])
     results = [(prompt, kind, result) for (prompt, kind, _), result in zip(tried, scores, strict=True)]
     failed = [(prompt, kind, result) for prompt, kind, result in results if result.status != "ok"]
     references = [(prompt, result) for prompt, kind, result in results if kind == kinds[0] and result.status == "ok"]
@@ -106,7 +112,7 @@ def try_texts(score: Score, what: str, rows: Sequence[Prompt], is_custom: bool =
 def _warnings(scored: Mapping[str, Scored], config: RewardConfig) -> list[str]:
     """Return warnings about reference answers that do not count as correct."""
     wrong = {
-        name: [(p, v) for p, v in rows if not final_reward(v, cut_off=False, config=config)[1]]
+        name: [(prompt, score) for prompt, score in rows if not final_reward(score, cut_off=False, config=config)[1]]
         for name, rows in scored.items()
     }
     # A verifier with several tasks must accept a reference of at least one task.

@@ -100,20 +100,21 @@ class Scorer:
         if self._error:
             raise self._error
         pending = [self._pending[place] for place in places]
-        results = [each.score.result() for each in pending]
-        graded = [final_reward(r, each.cut_off, self.config) for r, each in zip(results, pending, strict=True)]
+        results = [item.score.result() for item in pending]
+        pairs = list(zip(results, pending, strict=True))
+        graded = [final_reward(result, item.cut_off, self.config) for result, item in pairs]
 
         counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
-        counts.update("length" if each.unscored else r.status for r, each in zip(results, pending, strict=True))
+        counts.update("length" if item.unscored else result.status for result, item in pairs)
         raised: dict[str, str] = {}
-        for (request, _), result, each in zip(places, results, pending, strict=True):
+        for (request, _), (result, item) in zip(places, pairs, strict=True):
             if result.status in _RAISED:
                 row = f"row {self.prompts[request].id}: " if result.status == "invalid" else ""
-                raised.setdefault(_RAISED[result.status].format(each.scored_by), row + result.reason)
+                raised.setdefault(_RAISED[result.status].format(item.scored_by), row + result.reason)
         return Scores(
             rewards=torch.tensor([reward for reward, _ in graded], dtype=torch.float32),
             right=[right for _, right in graded],
-            answers=[each.answer for each in pending],
+            answers=[item.answer for item in pending],
             results=results,
             counts=dict(counts),
             raised=raised,
@@ -132,11 +133,12 @@ class Scorer:
         if rollout.episode is not None and rollout.episode.score is not None:
             turns = [ids for sampled, ids in rollout.parts() if sampled]
             text = self.decode(without_stop(turns[-1], self.stop_ids).tolist())
-            return _Pending(cut_off, False, text.strip(), completed(rollout.episode.score), "the environment")
+            score = completed(rollout.episode.score)
+            return _Pending(cut_off, unscored=False, answer=text.strip(), score=score, scored_by="the environment")
 
         verifier = self._entry(prompt.verifier, "verifier", self.config)
         unscored = cut_off and not scores_cut_off(verifier, self.config)
-        extracted = Found(None, "cut off")
+        extracted = Found(None, no_answer_reason="cut off")
         if not unscored:
             returned = rollout.episode.text if rollout.episode else None
             if returned is None:
@@ -153,12 +155,12 @@ def final_reward(score: ScoreResult, cut_off: bool, config: RewardConfig) -> tup
     that 0.7 + 0.2 + 0.1, which is below 1 in float64, passes for 1. A response that rollout.max_tokens cut off is
     correct only if reward.cut_off_factor is 1. A response without a score is never correct.
     """
-    reaches = score.status == "ok" and bool(np.float32(score.reward) >= np.float32(config.correct_at))
-    reward = float(reaches) if config.strict else score.reward
+    is_correct = score.status == "ok" and bool(np.float32(score.reward) >= np.float32(config.correct_at))
+    reward = float(is_correct) if config.strict else score.reward
     if not cut_off:
-        return reward, reaches
+        return reward, is_correct
     # A factor below 1 would raise a negative reward. A cut-off response would then score better than a wrong one.
-    return min(reward, config.cut_off_factor * reward), reaches and config.cut_off_factor == 1
+    return min(reward, config.cut_off_factor * reward), is_correct and config.cut_off_factor == 1
 
 
 def scores_cut_off(verifier: Entry, config: RewardConfig) -> bool:

@@ -18,7 +18,7 @@ from megatron_brorl.user_functions import describe
 
 
 def holds_object(text: object) -> bool:
-    """Return whether a reference is an object, or text of one or of a list of them: the arguments of a check."""
+    """Return whether a reference has the arguments of a check: a dict, or text of a JSON object or list of objects."""
     return isinstance(text, dict) or re.match(r"""\s*\[?\s*\{\s*["'][^"']*["']\s*:""", str(text)) is not None
 
 
@@ -135,6 +135,6 @@ def _shown(value: Any) -> str:
     return repr(value)[:60] if plain else f"an object of type {type(value).__name__}"
 
 
-def printable(reason: str, most: int = MAX_REASON) -> str:
-    """Return at most `most` characters of a text, with "?" for those that are not printable."""
-    return "".join(c if c.isprintable() else "?" for c in reason[:most])
+def printable(reason: str, max_chars: int = MAX_REASON) -> str:
+    """Return at most `max_chars` characters of a text, with "?" for those that are not printable."""
+    return "".join(c if c.isprintable() else "?" for c in reason[:max_chars])

@@ -47,7 +47,7 @@ class PoolStats:
 
 @dataclass(eq=False)
 class _Job:
-    name: str  # of an object of the workers
+    name: str  # name of an object in the worker process
     arguments: tuple[Any, ...]
     future: Future[ScoreResult] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
@@ -148,7 +148,7 @@ class RewardPool:
     def cancel(self) -> None:
         """Cancel all pending scores, and replace the worker processes, which may be computing them."""
         if not self._stopped:
-            self._stop(None)
+            self._stop(error=None)
             self._start()
 
     def close(self) -> None:

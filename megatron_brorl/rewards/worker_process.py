@@ -23,7 +23,7 @@ from typing import IO, Any
 from megatron_brorl.rewards.worker_main import READY
 
 START_S = 120.0  # time limit for creating the objects, which includes their imports
-_MAX_LINE = 1 << 20
+_MAX_LINE = 1 << 20  # bytes of one result
 EXIT_S = 10.0  # time limit for ending after the pipe was closed
 
 

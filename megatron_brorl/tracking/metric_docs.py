@@ -47,7 +47,7 @@ class Section:
 def sections() -> tuple[Section, ...]:
     """Return all sections, in the order of the documentation page."""
     data = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-    return tuple(Section(**{**each, "metrics": tuple(Metric(*row) for row in each["metrics"])}) for each in data)
+    return tuple(Section(**{**entry, "metrics": tuple(Metric(*row) for row in entry["metrics"])}) for entry in data)
 
 
 @functools.cache

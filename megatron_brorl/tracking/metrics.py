@@ -46,7 +46,7 @@ class MetricsWriter:
             elif self._path.exists():
                 rename_aside(self._path)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
-            self._size = os.fstat(self._file.fileno()).st_size  # of whole lines
+            self._size = os.fstat(self._file.fileno()).st_size  # bytes of whole lines
         except OSError as e:
             raise UserError(f"{self._path}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
 

@@ -22,9 +22,9 @@ from megatron_brorl.tracking import timeline
 
 _WINDOW = 20  # steps over which the time per step is averaged
 _SILENCE_S = 20.0  # longest time without a line
-_MOST_PER_PART = 20  # A phase shows the time left from 1 of 20 parts on.
+_MOST_PER_PART = 20  # A phase shows its time left once 1 of 20 parts is done.
 
-# Texts of spans. The innermost one is shown, but "evaluate" before any other, with the innermost count.
+# Texts of spans. "evaluate" is shown while it is open, otherwise the innermost span, with the innermost count.
 _PHASES = {
     "collect": "collecting groups",
     "evaluate": "evaluating {} samples{}",
@@ -77,7 +77,7 @@ class Progress:
         self._stream = stream
         self._clock = clock
         self._done = 0
-        self._step_s = 0.0  # of sampling in a step, by its rate so far
+        self._step_s = 0.0  # estimated seconds of sampling in a step
         self._metrics: dict[str, str] = {}
         self._steps_left = math.inf
         self._began = self._last_line = clock()
@@ -100,7 +100,7 @@ class Progress:
                 self.note("  ".join(self._state()))
 
     def update(self, step_done: int, metrics: dict[str, str], steps_left: float = math.inf) -> None:
-        """Record that `step_done` steps are done. metrics: a few to show, by label. steps_left: at most."""
+        """Record that `step_done` steps are done. metrics: a few to show, by label. steps_left: upper bound."""
         self._steps_left = steps_left
         if step_done > self._done:
             self._done = step_done
@@ -135,8 +135,8 @@ class Progress:
         names, done, total, seconds = timeline.phase()
         known = [name for name in names if name in _PHASES]
         text = _PHASES["evaluate" if "evaluate" in known else known[-1]] if known else "".join(names[-1:])
-        of_rank = " on rank 0" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        text = " ".join(text.format(f"{done:,} of {total:,}" if total else "", of_rank).split())
+        rank_text = " on rank 0" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        text = " ".join(text.format(f"{done:,} of {total:,}" if total else "", rank_text).split())
         # Most rollouts of a batch end together, so the time of the first ones says little about the others.
         is_known = 0 < total <= _MOST_PER_PART * done
         phase_s = seconds / done * (total - done) if is_known else 0.0
@@ -145,9 +145,9 @@ class Progress:
         if is_known and "round" in names:
             self._step_s = seconds + phase_s
 
-        left = self._seconds_left()
-        remaining = "?" if left is None else _duration(left)
-        if left is None and self._step_s:  # in the first step, whose other phases take time, too
+        left_s = self._seconds_left()
+        remaining = "?" if left_s is None else _duration(left_s)
+        if left_s is None and self._step_s:  # in the first step, whose other phases take time, too
             remaining = f"over {_duration(self._step_s * (self._total - self._done - 1) + phase_s)}"
         return [
             f"{self._title} {self._done}/{self._total}" if self._total else self._title,

@@ -77,8 +77,8 @@ def command(arguments: Sequence[str], ranks: int) -> str:
     `brorl --processes N` passes its arguments on to the ranks without N, so it is added. Another launcher, such as
     torchrun, is not part of the command.
     """
-    own = ["--processes", str(ranks)] if LAUNCHER in os.environ else []
-    return shlex.join(["brorl", arguments[0], *own, *arguments[1:]])
+    launcher_options = ["--processes", str(ranks)] if LAUNCHER in os.environ else []
+    return shlex.join(["brorl", arguments[0], *launcher_options, *arguments[1:]])
 
 
 def versions() -> dict[str, str]:

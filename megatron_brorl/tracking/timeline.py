@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
     changes: int  # number of begins and ends of spans so far
     name: str  # of the innermost open span
-    due: float  # value of time.monotonic() at the last of them, plus the longest allowance of the open spans
+    due: float  # value of time.monotonic() at the last change, plus the longest allowance of the open spans
 
 
 _current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
@@ -92,7 +92,8 @@ def place() -> Place:
 
 def count(done: int, total: int) -> None:
     """Show that `done` of `total` parts of the innermost open span are done. This does not count as progress."""
-    _counts[len(_open)] = done, max(done, total), _counts.get(len(_open), (0, 0, time.monotonic()))[2]
+    _, _, begin = _counts.get(len(_open), (0, 0, time.monotonic()))
+    _counts[len(_open)] = done, max(done, total), begin
 
 
 def phase() -> tuple[list[str], int, int, float]:

@@ -88,8 +88,8 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         # TensorBoard's thread prints the traceback of an error that `log` also raises, such as a full disk.
-        show = threading.excepthook
-        threading.excepthook = lambda e: None if type(e.thread).__module__.startswith("tensorboard") else show(e)
+        previous = threading.excepthook
+        threading.excepthook = lambda e: None if type(e.thread).__module__.startswith("tensorboard") else previous(e)
 
         # Purge the steps from resume_step on, because the run writes them again.
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=(resume_step or 0) + 1)
@@ -136,14 +136,14 @@ class _Mlflow:
             mlflow.set_tracking_uri(f"sqlite:///{run_dir.absolute() / 'mlflow.db'}")
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self._mlflow = mlflow
-        known = ids.get("mlflow")
-        run = mlflow.start_run(run_id=known) if known else mlflow.start_run(run_name=ids["name"])
+        run_id = ids.get("mlflow")
+        run = mlflow.start_run(run_id=run_id) if run_id else mlflow.start_run(run_name=ids["name"])
         ids["mlflow"] = run.info.run_id
 
         # The configuration is logged once; a store takes 100 parameters at a time.
-        keys = [] if known else [(f"{s}.{k}", str(v)) for s, values in config.items() for k, v in values.items()]
-        for begin in range(0, len(keys), 100):
-            mlflow.log_params(dict(keys[begin : begin + 100]))
+        parameters = [] if run_id else [(f"{s}.{k}", str(v)) for s, values in config.items() for k, v in values.items()]
+        for begin in range(0, len(parameters), 100):
+            mlflow.log_params(dict(parameters[begin : begin + 100]))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(metrics), step=step)

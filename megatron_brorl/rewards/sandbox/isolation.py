@@ -12,7 +12,7 @@ from pathlib import Path
 UNSANDBOXED = "BRORL_UNSANDBOXED"  # "1" if reward.unsandboxed is true
 TIMEOUT_S = "BRORL_REWARD_TIMEOUT_S"  # reward.timeout_s
 _INSIDE = Path(__file__).with_name("inside")
-_GUARD = ("-I", "-S", "-B", "-X", "utf8")
+_GUARD = ("-I", "-S", "-B", "-X", "utf8")  # options of Python: no environment, site-packages or .pyc files
 _START = "import sys; sys.path.insert(0, {!r}); from {} import main; main()"
 _MODULE = "megatron_brorl.rewards.sandbox.inside.guard"
 USER = 65534  # the user and group id in every sandbox: the unprivileged user `nobody` of Linux
@@ -34,9 +34,9 @@ class Limits:
     files: int = 64  # number of open files
 
 
-def set_environment(bare: bool, timeout_s: float) -> None:
+def set_environment(unsandboxed: bool, timeout_s: float) -> None:
     """Put reward.unsandboxed and reward.timeout_s into the environment of worker processes."""
-    os.environ[UNSANDBOXED] = str(int(bare))
+    os.environ[UNSANDBOXED] = str(int(unsandboxed))
     os.environ[TIMEOUT_S] = str(timeout_s)
 
 
@@ -62,21 +62,21 @@ def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[in
     if os.geteuid() == 0:
         # The guard loses these two capabilities when it changes its user.
         fds.append(_user_namespace())
-        who = ["--userns", str(_user_namespace()), "--cap-drop", "ALL", "--cap-add", "CAP_SETUID"]
-        who += ["--cap-add", "CAP_SETGID"]
+        user_options = ["--userns", str(_user_namespace()), "--cap-drop", "ALL", "--cap-add", "CAP_SETUID"]
+        user_options += ["--cap-add", "CAP_SETGID"]
     else:
-        who = ["--unshare-user", "--disable-userns", "--uid", str(USER), "--gid", str(USER)]
-        who += ["--cap-drop", "ALL"]
+        user_options = ["--unshare-user", "--disable-userns", "--uid", str(USER), "--gid", str(USER)]
+        user_options += ["--cap-drop", "ALL"]
 
     # /dev and the root are file systems in memory without a size limit, so they become read-only at the end.
     scratch = ["--perms", "1777", "--size", str(limits.scratch_mb << 20), "--tmpfs"]
     files = [*_files(), "--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp"]
     files += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-    life = ["--die-with-parent", "--new-session", "--as-pid-1"]
-    life += ["--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
+    lifetime = ["--die-with-parent", "--new-session", "--as-pid-1"]
+    lifetime += ["--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
     pipes = ["--seccomp", str(seccomp), "--info-fd", str(info)]
     start = ["/python/bin/python", *_GUARD, "-c", _START.format("/sandbox", _MODULE)]
-    return ["bwrap", *who, *namespaces, *files, *life, *pipes, *start], fds
+    return ["bwrap", *user_options, *namespaces, *files, *lifetime, *pipes, *start], fds
 
 
 @functools.lru_cache(maxsize=1)

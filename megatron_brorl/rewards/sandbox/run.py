@@ -30,8 +30,8 @@ from megatron_brorl.rewards.verifier import printable
 
 KEY = "reward.unsandboxed"
 WARNING = f"{KEY} = true: programs that the model writes run as this user, with limits but without isolation"
-_START_S = 20.0
-_CHUNK = 1 << 16
+_START_S = 20.0  # time limit for the start of a sandbox
+_CHUNK = 1 << 16  # bytes to read or write at once
 Status = Literal["ok", "error", "timeout", "output", "crash", "syntax", "ended", "form"]
 _STATUSES = frozenset(("ok", "error", "timeout", "output", "crash", "syntax"))  # statuses that the sandbox reports
 _REASONS = {"timeout": "out of time", "output": "too much output"}
@@ -136,14 +136,16 @@ class SandboxProcess:
             self._process = subprocess.Popen(isolation.bare_command(), **options)
         else:
             info_read, info_write = os.pipe()
-            filter_ = _filled(seccomp.program())
+            filter_read, filter_write = os.pipe()
+            os.write(filter_write, seccomp.program())
+            os.close(filter_write)
             try:
-                arguments, fds = isolation.command(self._limits, filter_, info_write)
+                arguments, fds = isolation.command(self._limits, filter_read, info_write)
                 self._process = subprocess.Popen(arguments, pass_fds=fds, **options)
             finally:
-                # The child has its own copies. These would keep its pipes open.
+                # The child has copies of both files. The originals would keep its pipes open.
                 os.close(info_write)
-                os.close(filter_)
+                os.close(filter_read)
             # `close` kills process 1 of the namespace, because the kernel then kills all other processes in it.
             self._pidfd = _pidfd(info_read)
         assert self._process.stdin
@@ -219,15 +221,15 @@ class Sandbox:
 
     def _judged(self, program: str, function: str, setup: str, tests: Sequence[str], prelude: str) -> Iterator[Outcome]:
         job = {"mode": "calls", "program": program, "function": function, "prelude": prelude}
-        asks = {"mode": "asserts", "program": setup, "function": function}
+        judge_job = {"mode": "asserts", "program": setup, "function": function}
         with (
             closing(SandboxProcess(job, self.limits, self.isolated)) as candidate,
-            closing(SandboxProcess(asks, self.limits, self.isolated)) as judge,
+            closing(SandboxProcess(judge_job, self.limits, self.isolated)) as judge,
         ):
             for test in tests:
                 judge.send({"test": test})
 
-                # The program can reach the tests only by the value of each call.
+                # The value of each call is all that the tests receive from the program.
                 while "call" in (message := judge.receive()):
                     candidate.send(message["call"])
                     judge.send(_answer(_outcome(candidate.receive())))
@@ -301,14 +303,6 @@ def _answer(outcome: Outcome) -> dict[str, Any]:
     if outcome.status == "ok":
         return {"value": codec.encode(outcome.value)}
     return {"raised": outcome.reason if outcome.status == "error" else outcome.status}
-
-
-def _filled(data: bytes) -> int:
-    """Return the reading end of a pipe that holds `data`."""
-    read_end, write_end = os.pipe()
-    os.write(write_end, data)
-    os.close(write_end)
-    return read_end
 
 
 def _pidfd(info: int) -> int | None:

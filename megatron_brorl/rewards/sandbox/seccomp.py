@@ -26,13 +26,13 @@ setdomainname 171 162, personality 135 92, mbind 237 235, move_pages 279 239, mi
 set_mempolicy 238 237, fanotify_init 300 262, inotify_init1 294 26, lookup_dcookie 212 18, iopl 172 -, ioperm 173 -,
 modify_ldt 154 -, clock_settime 227 112, settimeofday 164 170, adjtimex 159 171, clock_adjtime 305 266, vhangup 153 58
 """
-# AUDIT_ARCH of <linux/audit.h>, the column above, the numbers of clone and clone3.
+# AUDIT_ARCH of <linux/audit.h>, the column in _REFUSED, the numbers of clone and clone3.
 MACHINES = {"x86_64": (0xC000003E, 1, 56, 435), "aarch64": (0xC00000B7, 2, 220, 435)}
 _X32 = 0x40000000  # the bit of x86_64's second set of call numbers, which would bypass the list
 _NEW_NAMESPACE = 0x7E020000  # every CLONE_NEW* that clone takes
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # operations of BPF
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_* of <linux/seccomp.h>
 
 
 def refused(machine: str) -> dict[str, int]:
@@ -43,11 +43,12 @@ def refused(machine: str) -> dict[str, int]:
 
 
 def program(machine: str | None = None) -> bytes:
-    """Return the filter as an array of struct sock_filter. machine: this one by default."""
+    """Return the filter as an array of struct sock_filter. machine: as in MACHINES, by default this one."""
     machine = machine or platform.machine()
     arch, _, clone, clone3 = MACHINES[machine]
 
-    # Call numbers differ between calling conventions. Calls of another one (32-bit, x32) kill the process.
+    # An instruction is (operation, instructions to skip if true, to skip if false, value). Call numbers differ between
+    # calling conventions. Calls of another convention (32-bit, x32) kill the process.
     code = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         code += _when(_AT_LEAST, _X32, _KILL)

@@ -40,7 +40,7 @@ def verify(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
     passed = sum(outcome.status == "ok" for outcome in outcomes)
     share = passed / len(outcomes)
     reason = ""
-    for number, outcome in enumerate(outcomes, 1):
+    for number, outcome in enumerate(outcomes, start=1):
         if outcome.status != "ok":
             reason = f"{passed} of {len(outcomes)} tests; test {number}: {outcome.reason or outcome.status}"
             break
@@ -105,10 +105,10 @@ def _parsed(text: Any, where: str) -> ast.Module:
         raise UserError(f"{where} is not Python: {e}") from None
 
 
-def _check_test(test: Any, of_function: bool, where: str) -> None:
+def _check_test(test: Any, calls_function: bool, where: str) -> None:
     if not isinstance(test, dict):
         raise UserError(f"{where}: must be an object, not {type(test).__name__}")
-    if not of_function:
+    if not calls_function:
         if not isinstance(test.get("input"), str) or not isinstance(test.get("output"), str):
             raise UserError(f"{where}: needs input and output as strings, or set metadata.function")
         return
@@ -131,12 +131,12 @@ def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Se
     tests = metadata["tests"]
     if function is None:
         outcomes = sandbox.scripts(program, [test["input"] for test in tests], prelude)
-        right = [same_text(o.stdout, t["output"], tolerance) for o, t in zip(outcomes, tests, strict=True)]
+        right = [same_text(o.stdout, test["output"], tolerance) for o, test in zip(outcomes, tests, strict=True)]
     else:
         outcomes = sandbox.calls(program, function, tests, prelude)
         expected = [codec.decode(test["expected"]) for test in tests]
-        right = [same_value(o.value, e, tolerance) for o, e in zip(outcomes, expected, strict=True)]
-    return [_WRONG if o.status == "ok" and not r else o for o, r in zip(outcomes, right, strict=True)]
+        right = [same_value(o.value, value, tolerance) for o, value in zip(outcomes, expected, strict=True)]
+    return [_WRONG if o.status == "ok" and not is_right else o for o, is_right in zip(outcomes, right, strict=True)]
 
 
 def same_text(actual: str, expected: str, tolerance: float = 0.0) -> bool:
@@ -156,7 +156,7 @@ def same_value(actual: Any, expected: Any, tolerance: float = 0.0, words: bool =
         kinds = (list, tuple) if isinstance(expected, list) else (tuple,)
         if not isinstance(actual, kinds) or len(actual) != len(expected):
             return False
-        return all(same_value(g, e, tolerance, words) for g, e in zip(actual, expected, strict=True))
+        return all(same_value(a, e, tolerance, words) for a, e in zip(actual, expected, strict=True))
     if isinstance(expected, dict):
         if not isinstance(actual, dict) or _kinds(actual) != _kinds(expected):
             return False
@@ -168,11 +168,8 @@ def same_value(actual: Any, expected: Any, tolerance: float = 0.0, words: bool =
     if words and tolerance and isinstance(actual, str) and actual != expected:
         return _near(_number(actual), _number(expected), tolerance)
     if _is_number(actual) and _is_number(expected):
-        return (
-            bool(actual == expected)
-            or _near(actual, expected, tolerance)
-            or (actual != actual and expected != expected)
-        )
+        both_nan = actual != actual and expected != expected
+        return both_nan or bool(actual == expected) or _near(actual, expected, tolerance)
     return type(actual) is type(expected) and bool(actual == expected)
 
 

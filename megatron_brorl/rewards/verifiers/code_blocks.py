@@ -29,7 +29,7 @@ _PRINTS = re.compile(r"\b(?:p?print|stdout|__stdout__|write|writelines)\b")
 _STDIN = r"\b(?:stdin|__stdin__|fileinput)\b|/dev/stdin|\b(?:open|fdopen|FileIO|read)\(\s*0\b"
 _READS = re.compile(rf"\binput\s*\(|\b(?:iter|map)\(\s*input\b|{_STDIN}")
 _FEEDS = re.compile(rf"\bstdin\s*=(?!=)(?!.*(?:{_STDIN}))")
-_KNOWN = {*dir(builtins), "exit", "quit", "__file__"}
+_KNOWN = {*dir(builtins), "exit", "quit", "__file__"}  # names that every program has
 
 
 def blocks_of(text: str) -> str | None:
@@ -74,7 +74,7 @@ def _rank(block: str, function: str | None, has_input: bool, prelude: str) -> tu
         if function:
             path = function.split(".")
             defined = _definition(scope, path)
-            # A method of `class Solution` counts more than an import.
+            # A method of `class Solution` ranks (1, 0, 1), which is above an import, (1, 0).
             method = _definition(scope, ["Solution", *path])[0] if len(path) == 1 and not defined[1] else 0
             return max(defined, (method // 2, 0, 1)) if method else defined
         reads = _READS.search(block) and not _FEEDS.search(block)
@@ -173,11 +173,11 @@ def _is_complete(module: symtable.SymbolTable, supplied: frozenset[str]) -> bool
     """Return whether all global names that a block uses are defined or imported there, builtins or supplied."""
     scopes = [module]
     used = set()
-    own = _KNOWN | supplied
+    known = _KNOWN | supplied
     while scopes:
         scope = scopes.pop()
         scopes += scope.get_children()
-        names = [symbol for symbol in scope.get_symbols() if scope is module or symbol.is_global()]
-        own |= {symbol.get_name() for symbol in names if symbol.is_assigned() or symbol.is_imported()}
-        used |= {symbol.get_name() for symbol in names if symbol.is_referenced()}
-    return used <= own
+        symbols = [symbol for symbol in scope.get_symbols() if scope is module or symbol.is_global()]
+        known |= {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+        used |= {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+    return used <= known

@@ -20,8 +20,8 @@ from typing import Any
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 
-PARTIAL_CREDIT_CAP = 0.98
-CHECKED_VERSION = "0.1.25"
+PARTIAL_CREDIT_CAP = 0.98  # see verify
+CHECKED_VERSION = "0.1.25"  # of reasoning-gym
 
 _REASONS = {
     "its scorer executes the answer as Python code, and nested powers never return": (
@@ -49,7 +49,7 @@ _REASONS = {
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
-_LISTED = r"(?:-?\d{1,9}(?!\d)|[\s,\[\]])*"
+_LISTED = r"(?:-?\d{1,9}(?!\d)|[\s,\[\]])*"  # a list of integers, or a list of such lists
 
 # Tasks whose scorers execute the answer, with the maximum length and the pattern of an answer. Other text scores 0.
 EXECUTING: Mapping[str, tuple[int, re.Pattern[str]]] = {

@@ -325,7 +325,8 @@ def verify(answer: str, row: VerifierRow) -> Score:
 
     failed = [name for name, part in parts.items() if not part]
     reason = f"not followed: {', '.join(failed)}" if failed else ""
-    return Score(float(not failed) if metadata.get("all") else 1 - len(failed) / len(parts), reason, parts)
+    reward = float(not failed) if metadata.get("all") else 1 - len(failed) / len(parts)
+    return Score(reward, reason, parts)
 
 
 def follows(kind: str, arguments: Mapping[str, Any], response: str) -> bool:

@@ -213,10 +213,11 @@ def _union(values: list[Value]) -> Value:
     """
     names = {value.name for value in values if isinstance(value, Named)}
     sets = [as_set(value) for value in values]
-    if len(names) > 1 or all(one is None or isinstance(value, Group) for one, value in zip(sets, values, strict=True)):
+    pairs = list(zip(sets, values, strict=True))
+    if len(names) > 1 or all(numbers is None or isinstance(value, Group) for numbers, value in pairs):
         return _list(values, strict=True)
-    points = [sympy.FiniteSet(exact(_without_name(v))) for one, v in zip(sets, values, strict=True) if one is None]
-    union = sympy.Union(*points, *(one for one in sets if one is not None))
+    points = [sympy.FiniteSet(exact(_without_name(value))) for numbers, value in pairs if numbers is None]
+    union = sympy.Union(*points, *(numbers for numbers in sets if numbers is not None))
     return Named(names.pop(), union) if names else union
 
 
@@ -225,8 +226,8 @@ def _list(values: list[Value], strict: bool) -> Value:
     sets = [value.value for value in values if isinstance(value, Named) and isinstance(value.value, sympy.Set)]
     names = {value.name for value in values if isinstance(value, Named)}
     if len(sets) == len(values) and len(names) == 1:
-        both = sympy.Intersection(*sets)
-        return Named(names.pop(), sympy.Union(*sets) if both is sympy.S.EmptySet and not strict else both)
+        common = sympy.Intersection(*sets)
+        return Named(names.pop(), sympy.Union(*sets) if common is sympy.S.EmptySet and not strict else common)
     return Group("", tuple(item for value in values for item in (value.items if _is_bare(value) else [value])))
 
 
@@ -261,8 +262,8 @@ def _named(left: str, right: str) -> Value | None:
     value = _value(right)
     if not isinstance(value, Group) or value.bracket != "(":
         return value
-    each = zip(names[1].split(","), value.items, strict=True)
-    return Group("(", tuple(Named(_plain_name(one), item) for one, item in each))
+    pairs = zip(names[1].split(","), value.items, strict=True)
+    return Group("(", tuple(Named(_plain_name(variable), item) for variable, item in pairs))
 
 
 def _unsolved(terms: list[Any], signs: list[str]) -> Value:
@@ -301,7 +302,7 @@ def _atom(text: str) -> Value:
         return _expression(text)
     if {bracket, text[-1]} in ({"(", "]"}, {"[", ")"}):
         start, end = map(exact, _value(inside).items)
-        return sympy.Interval(start, end, bracket == "(", text[-1] == ")")
+        return sympy.Interval(start, end, left_open=bracket == "(", right_open=text[-1] == ")")
     condition = _SUCH_THAT.fullmatch(inside) if bracket in "{" else None
     if condition:
         return as_set(_value(condition[1]))
@@ -316,8 +317,8 @@ def _number(number: PlainNumber, text: str) -> Any:
     decimal = re.fullmatch(r"\D*?([\d,]*\.\d+)(?:[^.\d/].*)?", text, re.DOTALL)
     if decimal:
         value = sympy.Float(value, max(1, len(re.sub(r"[,.]", "", decimal[1]).lstrip("0"))))
-    others = {name: power for name, power in (number.unit or {}).items() if name != "°"}
-    return value * sympy.Symbol(f"unit {others}") if others else value
+    units = {name: power for name, power in (number.unit or {}).items() if name != "°"}
+    return value * sympy.Symbol(f"unit {units}") if units else value
 
 
 def _expression(text: str) -> Any:
@@ -404,8 +405,8 @@ def _without_name(value: Value) -> Value:
 
 def _single(value: Value) -> Value:
     """Return the number in a set of one number. Return other values unchanged."""
-    one = isinstance(value, Group) and len(value.items) == 1 and not isinstance(value.items[0], (Group, sympy.Set))
-    return value.items[0] if one else value
+    single = isinstance(value, Group) and len(value.items) == 1 and not isinstance(value.items[0], (Group, sympy.Set))
+    return value.items[0] if single else value
 
 
 def _parts(numbers: Any) -> Group:
@@ -417,9 +418,10 @@ def _parts(numbers: Any) -> Group:
 
 def _same_groups(a: Group, b: Group) -> bool:
     # Compared with values without names, `x = 1, y = 2` is the tuple (1, 2). Two lists with names may differ in order.
+    name_counts = [sum(isinstance(item, Named) for item in group.items) for group in (a, b)]
     if _all_named(a) and _all_named(b):
         a, b = Group("", a.items), Group("", b.items)
-    elif any(_all_named(one) and not any(isinstance(i, Named) for i in other.items) for one, other in ((a, b), (b, a))):
+    elif 0 in name_counts and (_all_named(a) or _all_named(b)):
         a, b = (Group("(", tuple(map(_without_name, g.items))) if _all_named(g) else g for g in (a, b))
     brackets = {a.bracket, b.bracket}
     if len(a.items) != len(b.items) and "{" not in brackets:

@@ -53,7 +53,7 @@ def _encode_parts(value: Any, depth: int) -> Any:
 
 
 def decode(form: Any) -> Any:
-    """Return the value that `parse` read, of builtin types only. Executes nothing. Raises Unencodable."""
+    """Return the value of a form from `parse`, of builtin types only. Executes nothing. Raises Unencodable."""
     if isinstance(form, list):
         return [decode(part) for part in form]
     if not isinstance(form, dict):
@@ -98,13 +98,13 @@ class Wire:
 
     def read(self) -> bytes | None:
         """Read the next line; None at the end."""
-        parts = [self._buffer]
-        while b"\n" not in parts[-1]:
-            part = os.read(self.source, 1 << 16)
-            if not part:
+        chunks = [self._buffer]
+        while b"\n" not in chunks[-1]:
+            chunk = os.read(self.source, 1 << 16)
+            if not chunk:
                 return None
-            parts.append(part)
-        line, _, self._buffer = b"".join(parts).partition(b"\n")
+            chunks.append(chunk)
+        line, _, self._buffer = b"".join(chunks).partition(b"\n")
         return line
 
     def write(self, message: dict[str, Any]) -> None:

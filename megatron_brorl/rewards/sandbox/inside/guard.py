@@ -1,8 +1,8 @@
-"""The first process of a sandbox: it limits itself, starts the runner, and ends with it or with the caller.
+"""The first process of a sandbox: it limits itself, starts the runner, and ends when the runner or the caller ends.
 
-`python -m megatron_brorl.rewards.sandbox.inside.guard`, with the job on standard input: a line of JSON, then one per
-request. It runs no code of the program. As process 1 of its own namespace it receives no signals from inside, and when
-it ends, the kernel ends every process in the namespace.
+`python -m megatron_brorl.rewards.sandbox.inside.guard`, with the job on standard input: a line of JSON, then one
+line per request. It runs no code of the program. As process 1 of its own namespace it receives no signals from inside,
+and when it ends, the kernel ends every process in the namespace.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
     # The pipe closes when the caller ends, even if it was killed.
     poll = select.poll()
-    poll.register(wire.source, 0)
+    poll.register(wire.source, 0)  # reports only that the pipe was closed
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.poll()
     if not job["has_namespace"]:
@@ -52,15 +52,15 @@ def main() -> None:
 
 def confine(job: dict[str, Any]) -> None:
     """Change to the unprivileged user and set the limits of the job, irrevocably."""
-    if job["user"] is not None:
+    if (user := job["user"]) is not None:
         os.setgroups([])
-        os.setresgid(*(job["user"],) * 3)
-        os.setresuid(*(job["user"],) * 3)
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     for name, value in job["limits"].items():
-        what = getattr(resource, name)
-        hard = resource.getrlimit(what)[1]
-        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(what, (least, least))
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from megatron_brorl.rewards.sandbox.inside import codec
 from megatron_brorl.rewards.sandbox.inside.codec import Wire
 
-# Exceptions of the program that are raised in a test. StopIteration is not one: it would end a loop of the test early.
+# Exceptions of the program that are raised in a test. StopIteration would end a loop of the test early.
 _RAISED: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -48,8 +48,7 @@ def scripts(wire: Wire, job: dict[str, Any]) -> None:
     gc.freeze()  # The garbage collection at a script's end then skips the objects that exist now.
     while code and (line := wire.read()) is not None:
         fork = Fork(job, codec.parse(line)["stdin"].encode("utf-8", "surrogatepass"))
-
-        # The exit code and the text are the result.
+        # A script has no result besides its exit code and its output.
         wire.write(fork.run(functools.partial(_run_script, code)) | {"result": "null"})
 
 
@@ -61,7 +60,7 @@ def calls(wire: Wire, job: dict[str, Any]) -> None:
     module = _module("solution")
     function: Callable[..., Any] | str
     try:
-        # A function of the prelude, such as math.gcd, is not the program's.
+        # Hide the prelude's value of the name, such as math.gcd, while the program loads: it is not the program's.
         exec(code[0], module.__dict__)
         name = job["function"].partition(".")[0]
         supplied = {name: module.__dict__.pop(name)} if name in module.__dict__ else {}
@@ -146,10 +145,10 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
     Like other graders, take a method of `class Solution` if the module does not define the function itself.
     """
     value: Any = module
-    own = getattr(getattr(module, name, None), "__module__", None) == module.__name__
-    path = name if own or "." in name or not hasattr(getattr(module, "Solution", None), name) else f"Solution.{name}"
-    for part in path.split("."):
-        value = getattr(value() if isinstance(value, type) else value, part)
+    is_own = getattr(getattr(module, name, None), "__module__", None) == module.__name__
+    path = name if is_own or "." in name or not hasattr(getattr(module, "Solution", None), name) else f"Solution.{name}"
+    for attribute in path.split("."):
+        value = getattr(value() if isinstance(value, type) else value, attribute)
     if not callable(value):
         raise TypeError(f"{name} is not a function")
     return value
@@ -206,7 +205,7 @@ class Fork:
             os.close(end)
         self._open = {stdin_write, stdout_read, result_read}
 
-        # The child ends here, and in a namespace all processes that it started.
+        # Kill the child and, in a namespace, all processes that it started.
         try:
             self._watch(child, stdin_write, stdout_read, result_read)
         finally:
@@ -239,7 +238,8 @@ class Fork:
             if ready == {exited}:
                 break
             for fd in ready - {exited}:
-                if not (self._feed(stdin) if fd == stdin else self._drain(fd)):
+                is_open = self._feed(stdin) if fd == stdin else self._drain(fd)
+                if not is_open:
                     poll.unregister(fd)
                     if fd == stdin:
                         self._open.remove(stdin)
@@ -264,19 +264,19 @@ class Fork:
 
     def _message(self, status: int, stdout: bytes, result: bytes) -> dict[str, Any]:
         text = stdout.decode("utf-8", "replace")
-        why = result.decode("utf-8", "replace")
+        result_text = result.decode("utf-8", "replace")
         if self._stopped:
             return {"status": self._stopped, "why": "", "stdout": ""}
         if os.WIFSIGNALED(status):
             return {"status": "crash", "why": signal.Signals(os.WTERMSIG(status)).name, "stdout": text}
         if os.WEXITSTATUS(status):
-            return {"status": "error", "why": why or f"exit code {os.WEXITSTATUS(status)}", "stdout": text}
-        return {"status": "ok", "why": "", "stdout": text, "result": why}
+            return {"status": "error", "why": result_text or f"exit code {os.WEXITSTATUS(status)}", "stdout": text}
+        return {"status": "ok", "why": "", "stdout": text, "result": result_text}
 
 
 def _child(stdin: int, stdout: int, result: int, body: Callable[[], bytes]) -> NoReturn:
     pid = os.getpid()
-    # The pipes get the usual numbers, and every other file is closed.
+    # The pipes get the numbers 0, 1 and, for the result, 3. Every other file except stderr is closed.
     for end, number in ((os.dup(stdin), 0), (os.dup(stdout), 1), (os.dup(result), 3)):
         os.dup2(end, number)
     os.closerange(4, 256)
