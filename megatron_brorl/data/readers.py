@@ -2,7 +2,7 @@
 
 A key with null counts as a missing key in every format, because Arrow gives each object of a column the keys of all
 others, as null. Nulls that are values stay: `expected` in the test of a function that returns None, `answer` of a
-reasoning-gym item, and, where JSON has them, nulls inside the arguments and results of a test or of such an item.
+reasoning-gym item, and, where JSON has them, nulls inside the arguments and results of a test or inside that item.
 """
 
 from __future__ import annotations
