@@ -179,7 +179,7 @@ class Experience:
     returns: tuple[Tensor, ...] | None = None  # [G] float32 each, the targets of the critic
     reference_log_probs: tuple[Tensor, ...] | None = None  # [G] float32 each, of the reference policy
     mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
-    # [G] bool each; false: a token of an environment, where `mask` is false, too. Only these do not count in divisors.
+    # [G] bool each; false: a token of an environment, where `mask` is false, too. Divisors count all other tokens.
     sampled: tuple[Tensor, ...] | None = None  # None: all true
     # [prompt + G - 1, layers, k] each, experts that the actor must use; None: its routers choose.
     routes: tuple[Tensor, ...] | None = None
@@ -187,7 +187,7 @@ class Experience:
     # in means. (): each row is a rollout.
     slots: tuple[tuple[int, int], ...] = ()
     weights: tuple[RowWeight, ...] = ()  # with algo.train_on; (): each row stands for itself
-    ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
+    ids: tuple[str, ...] = ()  # prompt id and rollout index of each row, for messages
 
     def __len__(self) -> int:
         return len(self.responses)
