@@ -81,8 +81,7 @@ class Rollout:
     token_ids: Tensor  # [G] int64, with the end-of-sequence token if finish == "stop"
     log_probs: Tensor  # [G] float32 under the sampling distribution (temperature, top-p, top-k)
     finish: FinishReason
-    # (version of the weights, number of tokens) in order; the numbers sum to G.
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, number of tokens) in order; they sum to G
     episode: Episode | None = None  # None: a single turn without an environment
     # [prompt + G - 1, layers, k] uint8 or int16: the experts of every token but the last. None: not recorded.
     routes: Tensor | None = None
@@ -135,8 +134,7 @@ class ScoredRollout:
     reward: float  # nan while the rollout is "cut"
     right: bool  # whether the response counts as correct (rewards.scoring.final_reward); false while it is "cut"
     answer: int = 0  # rewards.extract.answer_hash of the final answer
-    # For the rollout log; None while the rollout is "cut".
-    score: ScoreResult | None = field(default=None, compare=False)
+    score: ScoreResult | None = field(default=None, compare=False)  # for the rollout log; None while it is "cut"
 
 
 @dataclass(frozen=True)

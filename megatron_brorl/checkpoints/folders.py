@@ -145,9 +145,8 @@ def best_so_far(root: Path, stored: Best | None, step: int, metric: str) -> Best
 
     stored: the best checkpoint in run.json of that step. metric: checkpoints kept for another metric do not count.
     """
-    candidates = [read_best(root), stored]
     on_disk = by_step(root)
-    valid = [b for b in candidates if b and b.metric == metric and b.step <= step and b.step in on_disk]
+    valid = [b for b in (read_best(root), stored) if b and b.metric == metric and b.step <= step and b.step in on_disk]
     return max(valid, key=lambda b: (b.value, -b.step), default=None)
 
 

@@ -109,7 +109,8 @@ class Checkpoint:
         if not shape.tied or HEAD not in self.files:
             return
         entry = names.entries(shape, pp_size=1)[0]
-        embedding, head = (self.read(e)[0] for e in (entry, replace(entry, hf=(HEAD,))))
+        (embedding,) = self.read(entry)
+        (head,) = self.read(replace(entry, hf=(HEAD,)))
         common = torch.promote_types(embedding.dtype, head.dtype)
         if not torch.equal(embedding.to(common), head.to(common)):
             raise UserError(

@@ -169,7 +169,7 @@ def _chunks(
         elif entry.layout != "whole":
             dim = 1 if entry.layout == "columns" else 0
             offsets[dim] = rank * piece.shape[dim]
-        yield (*place, *offsets), piece[(None,) * len(place)]
+        yield (*place, *offsets), piece[(None,) * len(place)]  # layer and expert become dimensions of size 1
 
 
 class MegatronCheckpoint:

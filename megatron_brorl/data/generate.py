@@ -110,7 +110,7 @@ class _Mixture:
     def item(self, index: int, excluded: Container[str] = frozenset()) -> _Item:
         """Return the first draw for an index whose question is not excluded."""
         for draw in range(_MAX_DRAWS):
-            point = hash_int(self._seed, "pick", index, draw) / 2**48 * self._weight_sums[-1]
+            point = hash_int(self._seed, "pick", index, draw) / 2**48 * self._weight_sums[-1]  # hash_int has 48 bits
             task = next(task for task, end in zip(self._tasks, self._weight_sums, strict=True) if point < end)
             # The first draw is the item with the number `index`. Later draws are random items.
             number = index if draw == 0 else hash_int(self._seed, "item", index, draw) >> 8

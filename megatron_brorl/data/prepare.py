@@ -110,7 +110,8 @@ def prepare(job: Job) -> Counts:
                 check_row(row, where, row["id"])
                 _check(row, job, problem, contamination, answers, ids)
             except (Unusable, UserError) as e:
-                reason, _, detail = ("refused: " * isinstance(e, UserError) + str(e)).partition(": ")
+                message = f"refused: {e}" if isinstance(e, UserError) else str(e)
+                reason, _, detail = message.partition(": ")
                 counts.dropped[reason] += 1
                 first_reason = first_reason or f"; the first: {detail or reason}"
                 line = {"where": where, "reason": reason, "detail": detail, "problem": problem[:_SHOWN]}

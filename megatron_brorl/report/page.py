@@ -97,7 +97,7 @@ def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
         rows = run.groups(moment).to_pylist()
         excerpts = _excerpts([g["prompt"] for g in rows], run.key("data", "template", ""))
         shown = [{key: g[key] for key in _GROUP_KEYS} | {"excerpt": e} for g, e in zip(rows, excerpts, strict=True)]
-        number = chunks.add(shown, room=int(LISTS_SHARE * room) - (room - chunks.left))
+        number = chunks.add(shown, room=int(LISTS_SHARE * room) - (room - chunks.left))  # left for lists
         if number is None:
             break
         tables[moment] = rows

@@ -323,7 +323,7 @@ def _parts(axes: Axes, runs: _Runs, names: tuple[str, ...], with_measured: bool)
     places = np.arange(len(runs))
     for i, (name, (label, color)) in enumerate(zip(names, list(_PARTS.items())[: len(names)], strict=True)):
         heights = [_total(curves, name) for curves in runs.values()]
-        axes.bar(places + (i - (len(names) - 1) / 2) * width, heights, width, color=color, label=label)
+        axes.bar(places + (i - (len(names) - 1) / 2) * width, heights, width=width, color=color, label=label)
 
     if with_measured:
         measured = [_total(curves, "measured") for curves in runs.values()]
@@ -345,7 +345,7 @@ def _signs(axes: Axes, runs: _Runs) -> None:
         "measured": ("black", [_rising(c, ("measured",)) for c in runs.values()]),
     }
     for i, (label, (color, heights)) in enumerate(rows.items()):
-        axes.bar(places + (i - 0.5) * 0.38, heights, 0.38, color=color, label=label)
+        axes.bar(places + (i - 0.5) * 0.38, heights, width=0.38, color=color, label=label)
     axes.set_ylim(0, 1.22)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
