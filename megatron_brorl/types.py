@@ -81,7 +81,7 @@ class Rollout:
     token_ids: Tensor  # [G] int64, with the end-of-sequence token if finish == "stop"
     log_probs: Tensor  # [G] float32 under the sampling distribution (temperature, top-p, top-k)
     finish: FinishReason
-    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, number of tokens) in order; they sum to G
+    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens) in order; all tokens sum to G
     episode: Episode | None = None  # None: a single turn without an environment
     # [prompt + G - 1, layers, k] uint8 or int16: the experts of every token but the last. None: not recorded.
     routes: Tensor | None = None
