@@ -28,12 +28,12 @@ from bench_common import write_rows
 # Estimates for 1.5B weights in bf16 on an H100 or H200.
 STEP_S = 0.006  # of a decoding step: 3 GB of weights at 3 to 4 TB/s, and kernel launches
 ROW_S = 6e-5  # of a row in it: keys and values of 5,000 tokens at 28 kB, and sampling
-SWITCH_S = 15.0  # between generation and training in turns: the weights, the engine's memory and its graphs
-WEIGHTS_S = 3.0  # of the weights to the engines, ahead
+SWITCH_S = 15.0  # between generation and training in turns, to load the weights, the engine's memory and its graphs
+WEIGHTS_S = 3.0  # of the transfer of the weights to the engines, if generation runs ahead
 # Response tokens per second and GPU. Measured: 32,768 tokens in 1.077 s of update and 0.289 s of log-probs, at 512
 # tokens per response (docs/measurements.md, 2026-11-26). At 9,000 tokens, attention adds about 26% to the operations.
 TRAIN_RATE = 32768 / (1.077 + 0.289) / 1.26
-SPREAD = 0.6
+SPREAD = 0.6  # standard deviation of the logarithm of a length
 
 
 def lengths(count: int, mean: float, longest: int, rng: np.random.Generator) -> np.ndarray:

@@ -35,10 +35,10 @@ PROMPTS = 128
 TOKEN_BYTES = 8  # an id and a log-probability, 4 bytes each
 PROMPT_TOKENS = 200
 MINI_BATCHES = 8
-KEPT = 0.62
-MEAN = 8192
-LONGEST = 14336
-SPREAD = 0.5
+KEPT = 0.62  # share of the groups that are trained on
+MEAN = 8192  # tokens of a response
+LONGEST = 14336  # tokens
+SPREAD = 0.5  # standard deviation of the logarithm of a length, between prompts and within each
 MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
 
 
@@ -52,8 +52,19 @@ def sample_outcomes(n: int, seed: int) -> Outcomes:
     kept = np.sort(rng.permutation(PROMPTS)[: round(KEPT * PROMPTS)]).tolist()
 
     state = torch.full_like(tokens, STOP)
-    none = torch.zeros_like(tokens)
-    return Outcomes(state, none.float(), none.bool(), tokens, tokens, none, none, none, list(range(PROMPTS)), kept)
+    zeros = torch.zeros_like(tokens)
+    return Outcomes(
+        state=state,
+        rewards=zeros.float(),
+        right=zeros.bool(),
+        tokens=tokens,
+        sampled=tokens,
+        repeats=zeros,
+        answers=zeros,
+        holder=zeros,
+        closed=list(range(PROMPTS)),
+        kept=kept,
+    )
 
 
 def efficiency(loads: np.ndarray) -> float:
@@ -85,11 +96,13 @@ def old_update(outcomes: Outcomes, holder: torch.Tensor, algo: AlgoConfig, costs
     """Return the efficiency if each replica trains on the rows that it sampled."""
     group, sibling = trained_mask(outcomes, overlong_filter=False).nonzero(as_tuple=True)
     prompts = torch.full_like(group, PROMPT_TOKENS)
-    own, _ = replace(costs, share=False).rows(prompts.numpy(), outcomes.tokens[group, sibling].numpy(), group.numpy())
+    row_costs, _ = replace(costs, share=False).rows(
+        prompts.numpy(), outcomes.tokens[group, sibling].numpy(), group.numpy()
+    )
     place = torch.zeros(PROMPTS, dtype=torch.int64)
     place[outcomes.kept] = torch.arange(len(outcomes.kept))
     step = mini_batch_of(place[group], sibling, MINI_BATCHES, algo.mini_batch_of)
-    cells = sums(step * replicas + holder[group, sibling], torch.from_numpy(own), MINI_BATCHES * replicas)
+    cells = sums(step * replicas + holder[group, sibling], torch.from_numpy(row_costs), MINI_BATCHES * replicas)
     return efficiency(cells.reshape(MINI_BATCHES, replicas))
 
 

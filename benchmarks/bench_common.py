@@ -104,11 +104,11 @@ def brorl(arguments: Sequence[str], threads: int) -> tuple[float, str]:
     The second result is its output, whose last line on a GPU is the peak of its device memory in MiB. Raises
     EngineFailed with its last lines."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
-    how = ["-c", _WITH_PEAK] if torch.cuda.is_available() else ["-m", "megatron_brorl"]
-    done, others = run([sys.executable, *how, *arguments], environment)
-    if done.returncode:
-        raise EngineFailed(f"brorl {arguments[0]} failed:\n" + "\n".join(done.stderr.strip().splitlines()[-15:]))
-    return others, done.stdout
+    program = ["-c", _WITH_PEAK] if torch.cuda.is_available() else ["-m", "megatron_brorl"]
+    process, others = run([sys.executable, *program, *arguments], environment)
+    if process.returncode:
+        raise EngineFailed(f"brorl {arguments[0]} failed:\n" + "\n".join(process.stderr.strip().splitlines()[-15:]))
+    return others, process.stdout
 
 
 def train(directory: Path, arguments: Sequence[str], threads: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def fused(
     sequences = torch.arange(len(h), device=h.device) // CHUNK
     tokens = PolicyTokens(rollout, advantages, weights, old, sequences=sequences)
     settings = PolicyLossSettings(eps_low, eps_high, is_cap=is_cap, policy_loss=policy_loss)
-    loss = linear_ppo_loss(h, w, ids, tokens, settings, 1.0).loss
+    loss = linear_ppo_loss(h, w, ids, tokens, settings, temperature=1.0).loss
     loss.backward()
     return loss.item()
 
@@ -175,7 +175,7 @@ def make_inputs(
 
     # The given share of tokens leaves the clip range, where tokens have no gradient.
     with torch.no_grad():
-        log_probs, _ = linear_log_probs(hidden, weight, ids, 1.0)
+        log_probs, _ = linear_log_probs(hidden, weight, ids, temperature=1.0)
     if clipped is not None:
         moved = torch.arange(t, device=device) < round(clipped * t)
         moved = moved[torch.randperm(t, generator=g, device=device)]
@@ -240,7 +240,7 @@ def rows(
 
 
 def main() -> None:
-    parser = options(__doc__, "the small shape alone", 3, "timed calls per row")
+    parser = options(__doc__, quick="the small shape alone", repeat=3, repeats="timed calls per row")
     parser.add_argument("--shapes", nargs="+", type=int, choices=range(len(SHAPES)), help="numbers in SHAPES")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])

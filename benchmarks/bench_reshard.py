@@ -60,7 +60,9 @@ def weight_sync_rank(
 
     shape = read_shape(directory)
     processes = grid.build(ParallelConfig(tensor=tensor, pipeline=pipeline))
-    worker = Worker(shape, processes, StageOptions(1024, backend("fused", cpu_bridge.default_device())))
+    worker = Worker(
+        shape, processes, StageOptions(tokens_per_micro_batch=1024, ops=backend("fused", cpu_bridge.default_device()))
+    )
     worker.load_hf(directory)
     engine = TorchEngine(shape, hf_shapes(shape), cpu_bridge.default_device(), torch.float32, 64, sample_tokens)
     rows = []
@@ -104,11 +106,11 @@ def conversion(args: tuple[str, str, int]) -> dict[str, Any]:
 
     def run() -> None:
         nonlocal size
-        opened = convert.open_megatron(Path(source), None) if megatron else convert.open_hf(Path(source))
+        opened = convert.open_megatron(Path(source), config=None) if megatron else convert.open_hf(Path(source))
         if tensor:
-            size = convert.to_megatron(*opened, Path(target), tensor, 1, lambda *_: None)
+            size = convert.to_megatron(*opened, Path(target), tensor, pipeline=1, report=lambda *_: None)
         else:
-            size = convert.to_hf(*opened, Path(target), lambda *_: None)
+            size = convert.to_hf(*opened, Path(target), report=lambda *_: None)
 
     seconds, extra, _ = timed(run)
     peak = peak_mib()
@@ -120,7 +122,7 @@ def make(args: tuple[str, str, str]) -> None:
     model, directory, dtype = args
     warnings.simplefilter("ignore")
     config = MODELS[model] | {"dtype": dtype}
-    write_random_model(config, Path(directory), 0, getattr(torch, dtype), defaults=False)
+    write_random_model(config, Path(directory), seed=0, dtype=getattr(torch, dtype), defaults=False)
 
 
 def same(first: Path, second: Path) -> bool:
@@ -128,8 +130,8 @@ def same(first: Path, second: Path) -> bool:
     a = Checkpoint(first)
     b = Checkpoint(second)
     bits = (torch.equal(a.tensor(n).view(torch.uint8), b.tensor(n).view(torch.uint8)) for n in a.files)
-    names = [p.name for p in (first, second) for p in (p / INDEX,) if p.is_file()]
-    return len(names) in (0, 2) and a.files.keys() == b.files.keys() and all(bits)
+    indexes = [path for path in (first / INDEX, second / INDEX) if path.is_file()]
+    return len(indexes) in (0, 2) and a.files.keys() == b.files.keys() and all(bits)
 
 
 def show(row: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ WORDS = (
     "half",
     "left",
 )
-CHARS = 1000
+CHARS = 1000  # of the text before an answer
 
 
 def references(rng: random.Random, count: int) -> list[str]:
@@ -92,7 +92,10 @@ def measure(prompts: list[Prompt], texts: list[list[str]], pool: RewardPool) -> 
     # A response's only token is its number.
     n = len(texts[0])
     flat = [text for siblings in texts for text in siblings]
-    rollouts = [Rollout(i % n, torch.tensor([i]), torch.zeros(1), "stop") for i in range(len(flat))]
+    rollouts = [
+        Rollout(index=i % n, token_ids=torch.tensor([i]), log_probs=torch.zeros(1), finish="stop")
+        for i in range(len(flat))
+    ]
     pool.reset()
     start = time.perf_counter()
     with Scorer(prompts, lambda ids: flat[ids[0]], (), pool, RewardConfig()) as scorer:
@@ -103,7 +106,9 @@ def measure(prompts: list[Prompt], texts: list[list[str]], pool: RewardPool) -> 
 
 
 def main() -> None:
-    parser = options(__doc__, "8 prompts of 64 responses", 1, "scorings per row, of which the best counts")
+    parser = options(
+        __doc__, quick="8 prompts of 64 responses", repeat=1, repeats="scorings per row, of which the best counts"
+    )
     parser.add_argument("--verifier", default="math", help="of the prompts, by its name (default math)")
     parser.add_argument("--workers", type=int, default=2, help="scoring processes (default 2)")
     args = parser.parse_args()
@@ -112,7 +117,10 @@ def main() -> None:
     # From prompts without a right response to prompts with right ones only.
     rng = random.Random(0)
     count, n = (8, 64) if args.quick else (PROMPTS, SIBLINGS)
-    prompts = [Prompt(f"p/{i}", "", (1,), answer, args.verifier) for i, answer in enumerate(references(rng, count))]
+    prompts = [
+        Prompt(id=f"p/{i}", text="", token_ids=(1,), answer=answer, verifier=args.verifier)
+        for i, answer in enumerate(references(rng, count))
+    ]
     shares = [min(1.0, 1.5 * (i + 0.5) / count) for i in rng.sample(range(count), count)]
     texts = [responses(rng, args.verifier, str(p.answer), n, share) for p, share in zip(prompts, shares, strict=True)]
 
@@ -120,7 +128,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     rewards: list[list[float]] = []
     for cache in (True, False):
-        with RewardPool(args.workers, 20.0, impure=frozenset() if cache else frozenset({args.verifier})) as pool:
+        impure: frozenset[str] = frozenset() if cache else frozenset({args.verifier})
+        with RewardPool(args.workers, timeout_s=20.0, impure=impure) as pool:
             # Imports are not part of a step, so every worker scores something first.
             measure(prompts[:4], [siblings[:16] for siblings in texts[:4]], pool)
             runs = [measure(prompts, texts, pool) for _ in range(args.repeat)]

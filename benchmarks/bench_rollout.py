@@ -108,7 +108,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__, "t4, N = 64, a prompt of 64 and 16 tokens each", 3, "timed calls per row")
+    parser = options(
+        __doc__, quick="t4, N = 64, a prompt of 64 and 16 tokens each", repeat=3, repeats="timed calls per row"
+    )
     parser.add_argument("--models", nargs="+", default=["t4", "m30"], help=f"directories, or {', '.join(MODELS)}")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--n", nargs="+", type=int, default=[512], help="siblings")
@@ -147,7 +149,7 @@ def main() -> None:
                     "dtype": dtype,
                     "device": args.device,
                     "threads": args.threads,
-                    "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
+                    "prompts": prompts(shape.vocab, prompt, calls=1 + args.repeat),
                     "lengths": lengths,
                     # Enough for the prompt in every sibling, so that no engine has to preempt.
                     "kv_gib": kv_bytes(shape, dtype, n * (prompt + max(lengths))) // 2**30 + 1,

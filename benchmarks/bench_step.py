@@ -172,7 +172,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__, "N = 64, a prompt of 64 tokens and responses of 16", 2, "timed steps per row")
+    parser = options(
+        __doc__, quick="N = 64, a prompt of 64 tokens and responses of 16", repeat=2, repeats="timed steps per row"
+    )
     parser.add_argument("--model", choices=MODELS, default="t4")
     parser.add_argument("--n", type=int, default=512, help="rollouts per prompt (%(default)s)")
     parser.add_argument("--groups", type=int, default=1, help="prompts per step (%(default)s)")
@@ -214,7 +216,7 @@ def main() -> None:
                     reports["lora"] = ours(job, directory / "lora", f"lora.rank={args.lora}")
                 if args.trl_python:
                     reports["trl"] = ask(args.trl_python, "trainer_trl.py", job, directory)
-                rows += [row(engine, f, job, prompt, matrix_weights(shape)) for engine, f in reports.items()]
+                rows += [row(engine, report, job, prompt, matrix_weights(shape)) for engine, report in reports.items()]
             except EngineFailed as e:
                 sys.exit(f"bench_step: {e}")
 

@@ -41,15 +41,17 @@ from megatron_brorl.types import Prompt, Rollout
 
 FACTORY = f"{Path(__file__).parent}/sleeping_environment.py:Sleeper"
 AGENT = f"{Path(__file__).parent}/calling_agent.py:solve"
-PROMPT = tuple(range(2, 66))
-OBSERVATION = tuple(range(70, 78))
-STOP = 1
+PROMPT = tuple(range(2, 66))  # arbitrary token ids
+OBSERVATION = tuple(range(70, 78))  # other arbitrary token ids
+STOP = 1  # the token that ends a turn
 TURN_TOKENS = 24
 TURNS = 4
 
 
 def main() -> None:
-    parser = options(__doc__, "32 episodes on model t4", 3, "runs per arm, in turn; the table shows all")
+    parser = options(
+        __doc__, quick="32 episodes on model t4", repeat=3, repeats="runs per arm, in turn; the table shows all"
+    )
     parser.add_argument("--model", choices=MODELS, default="m30")
     parser.add_argument("--rows", type=int, default=256, help="sequences decoded at a time (default 256)")
     parser.add_argument("--workers", type=int, default=4, help="processes of the environments (default 4)")
@@ -57,7 +59,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     name, n, slots, repeat = ("t4", 32, 16, 1) if args.quick else (args.model, 512, args.rows, args.repeat)
 
-    sampling = Sampling(1.0, 1.0, 0, TURNS * (TURN_TOKENS + len(OBSERVATION)), (STOP,))
+    sampling = Sampling(
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        max_tokens=TURNS * (TURN_TOKENS + len(OBSERVATION)),
+        stop_ids=(STOP,),
+    )
     config = EnvironmentConfig(factory=FACTORY, max_turns=TURNS)
     measurements: list[dict[str, Any]] = []
     with (
@@ -70,7 +78,7 @@ def main() -> None:
         engine = TorchEngine(
             shape, hf_shapes(shape), device, torch.float32, slots, sample_turns, backend("fused", device).decode
         )
-        engine.update_weights(load_file(f"{folder}/{WEIGHTS}").items(), 0)
+        engine.update_weights(load_file(f"{folder}/{WEIGHTS}").items(), version=0)
         turns = TurnEngine(engine, pool, config, lambda ids: "", lambda messages, after_stop: [*OBSERVATION])
         agents = agent_engine(engine, n, slots)
         arms: dict[str, tuple[RolloutEngine, float]] = {
@@ -111,19 +119,19 @@ def cost(engine: AgentEngine, n: int, sampling: Sampling) -> dict[str, Any]:
     def cpu() -> float:
         return sum(p.cpu_times().user + p.cpu_times().system for p in (process, *process.children()))
 
-    run(engine, 8, sampling, 0.0)  # The process and its client start.
+    run(engine, n=8, sampling=sampling, seconds=0.0)  # The process and its client start.
     before = cpu()
-    calls = sum(r.episode.turns for r in run(engine, n, sampling, 0.0) if r.episode)
+    calls = sum(r.episode.turns for r in run(engine, n, sampling, seconds=0.0) if r.episode)
     milliseconds = 1e3 * (cpu() - before) / calls
     print(f"{calls} calls: {milliseconds:.2f} ms of CPU each")
     return {"calls": calls, "cpu_ms_per_call": milliseconds}
 
 
 def sample_turns(
-    logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, t: float, top_p: float, top_k: int
+    logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, temperature: float, top_p: float, top_k: int
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens as the engine does, but end each turn after TURN_TOKENS."""
-    ids, log_probs = sample_tokens(logits, keys, index, position, t, top_p, top_k)
+    ids, log_probs = sample_tokens(logits, keys, index, position, temperature, top_p, top_k)
     ids = torch.where(ids == STOP, STOP + 1, ids)
     ends = position % (TURN_TOKENS + len(OBSERVATION)) == TURN_TOKENS - 1
     return torch.where(ends, STOP, ids), log_probs
@@ -131,10 +139,11 @@ def sample_turns(
 
 def run(engine: RolloutEngine, n: int, sampling: Sampling, seconds: float) -> list[Rollout]:
     """Sample n episodes whose environment waits up to `seconds` per turn, or n agents."""
-    prompt = Prompt("p", "", PROMPT, None, ENVIRONMENT, {"seconds": seconds, "turns": TURNS})
+    metadata = {"seconds": seconds, "turns": TURNS}
+    prompt = Prompt(id="p", text="", token_ids=PROMPT, answer=None, verifier=ENVIRONMENT, metadata=metadata)
     if not isinstance(engine, TurnEngine):
         sampling = replace(sampling, shares_prefixes=False, max_tokens=TURN_TOKENS)
-    (rollouts,) = engine.generate([Request(prompt, 1, n)], sampling)
+    (rollouts,) = engine.generate([Request(prompt, key=1, n=n)], sampling)
     return rollouts
 
 
@@ -142,14 +151,14 @@ def measure(engine: RolloutEngine, n: int, sampling: Sampling, seconds: float) -
     """Run and measure the time, the tokens and the decoding steps."""
     start = time.perf_counter()
     rollouts = run(engine, n, sampling, seconds)
-    taken = time.perf_counter() - start
+    elapsed = time.perf_counter() - start
     tokens = sum(r.sampled_tokens for r in rollouts)
     usage = engine.kv_usage()
     assert usage is not None
     return {
         "tool_s": seconds,
-        "seconds": taken,
-        "tokens_per_s": tokens / taken,
+        "seconds": elapsed,
+        "tokens_per_s": tokens / elapsed,
         "steps": usage.steps,
         "rows": tokens / usage.steps,
     }

@@ -67,21 +67,23 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
     prompt = torch.randint(shape.vocab, (job["prompt"],), generator=draw)
     responses = torch.randint(shape.vocab, (job["n"], job["response"]), generator=draw).unbind()
     prompts = (prompt,) * job["n"]
-    old = tuple(worker.log_probs(prompts, responses, 1.0))
+    old = tuple(worker.log_probs(prompts, responses, temperature=1.0))
     advantages = tuple(x.expand(job["response"]) for x in torch.linspace(-1, 1, job["n"]))
-    experience = Experience(prompts, responses, old, None, advantages)
+    experience = Experience(prompts, responses, rollout_log_probs=old, old_log_probs=None, advantages=advantages)
 
-    taken = []
+    durations = []
     for update in range(1 + UPDATES):
         cpu_bridge.wait()
         begun = time.perf_counter()
-        update_policy(worker, experience, [list(range(job["n"]))], AlgoConfig(), optim, 1.0, update)
+        update_policy(
+            worker, experience, [list(range(job["n"]))], AlgoConfig(), optim, temperature=1.0, first_update=update
+        )
         cpu_bridge.wait()
-        taken.append(time.perf_counter() - begun)
+        durations.append(time.perf_counter() - begun)
 
     state = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state if x.numel() > 1}
-    seconds = statistics.median(taken[1:])
+    seconds = statistics.median(durations[1:])
     tokens = job["n"] * (job["prompt"] + job["response"])
     products = layer_weights(shape) * tokens + shape.vocab * shape.hidden * job["n"] * job["response"]
     return {
@@ -95,7 +97,7 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = options(__doc__, "the smallest model, one round", 3, "rounds")
+    parser = options(__doc__, quick="the smallest model, one round", repeat=3, repeats="rounds")
     parser.add_argument("--model", choices=MODELS, default="135m")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--prompt", type=int, default=64, help="tokens")

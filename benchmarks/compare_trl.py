@@ -70,7 +70,7 @@ def trl_job(config: Config, args: argparse.Namespace) -> dict[str, Any]:
 
     # The prompts of all steps, in the order in which this project trains on them.
     sources = load_sources(config.data, tokenizer, sys.maxsize, config.run.seed, config.reward)
-    prompts = sources.train.prompts(0, config.train.steps * rollout.prompts)
+    prompts = sources.train.prompts(start=0, count=config.train.steps * rollout.prompts)
     if sources.verifiers != {"exact"}:
         raise UserError(f"{args.config}: rows have the verifier {', '.join(sources.verifiers)}; use exact")
     mini_batch = rollout.prompts * rollout.n // algo.mini_batches
@@ -155,13 +155,13 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(table([[*head, "reward of first and last step", "peak MiB", "others"], *map(line, rows)]))
     trl, ours = rows[1:3]
     limit = ours["seconds"][-1]
-    done = max((r for r, s in zip(trl["rollouts"], trl["seconds"], strict=True) if s <= limit), default=0)
-    print(f"After {limit:.0f} s, this project has {ours['rollouts'][-1]:,} rollouts and TRL has {done:,}.")
+    trl_rollouts = max((r for r, s in zip(trl["rollouts"], trl["seconds"], strict=True) if s <= limit), default=0)
+    print(f"After {limit:.0f} s, this project has {ours['rollouts'][-1]:,} rollouts and TRL has {trl_rollouts:,}.")
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the training reward over seconds and rollouts. The run with equal rollouts is a part of the other."""
-    figure, panels = figure_of(1, 2, 11, 4)
+    figure, panels = figure_of(rows=1, columns=2, width=11, height=4)
     for axes, key in zip(panels, ("seconds", "rollouts"), strict=True):
         for row, color in zip(rows[1::2], (ORANGE, BLUE), strict=True):
             rewards = [step["reward"] for step in row["steps"]]

@@ -35,11 +35,18 @@ class Sampler:
         self.probed = 0  # the last result of `probe`
 
     def __call__(
-        self, logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, t: float, top_p: float, top_k: int
+        self,
+        logits: Tensor,
+        keys: Tensor,
+        index: Tensor,
+        position: Tensor,
+        temperature: float,
+        top_p: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor]:
         if self.probe:
             self.probed = self.probe()
-        ids, log_probs = sample_tokens(logits, keys, index, position, t, top_p, top_k)
+        ids, log_probs = sample_tokens(logits, keys, index, position, temperature, top_p, top_k)
         ids = torch.where(ids == STOP, STOP + 1, ids)
         return torch.where(position + 1 == self.lengths[index], STOP, ids), log_probs
 

@@ -54,8 +54,8 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
         if family == "llama" and (".q_proj." in name or ".k_proj." in name):
             tensor = turned(tensor, heads if ".q_proj." in name else config["num_key_value_heads"])
         kind = KINDS[dtype] if tensor.ndim == 2 else KINDS["fp32"]
-        own = names.get_name(name, (".weight", ".bias"))
-        writer.add_tensor(own, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+        gguf_name = names.get_name(name, (".weight", ".bias"))
+        writer.add_tensor(gguf_name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

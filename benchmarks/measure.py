@@ -110,9 +110,9 @@ def run(command: Sequence[str], environment: dict[str, str]) -> tuple[subprocess
     busy = _busy_seconds()
     children = _children_seconds()
     start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
     others = _busy_seconds() - busy - (_children_seconds() - children)
-    return done, max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))
+    return process, max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))
 
 
 def _busy_seconds() -> float:
@@ -141,8 +141,8 @@ def ask(python: str, script: str, job: dict[str, Any], directory: Path) -> dict[
     if python != sys.executable:
         environment.pop("PYTHONPATH", None)  # another environment has its own packages
     command = [python, str(Path(__file__).parent / script), str(path)]
-    done, others = run(command, environment)
-    if done.returncode or not done.stdout.strip():
-        raise EngineFailed(f"{script} under {python} failed:\n" + "\n".join(done.stderr.strip().splitlines()[-15:]))
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    process, others = run(command, environment)
+    if process.returncode or not process.stdout.strip():
+        raise EngineFailed(f"{script} under {python} failed:\n" + "\n".join(process.stderr.strip().splitlines()[-15:]))
+    result: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
     return result | {"others_cpu_share": others}

@@ -100,15 +100,15 @@ def check_outputs(config: Config, command: str, where: str) -> None:
 
     Links are followed. A model in run.dir/model may be evaluated, but not trained into itself.
     """
-    read: list[tuple[str, Sequence[str]]] = [
+    paths_by_key: list[tuple[str, Sequence[str]]] = [
         ("the configuration", [where]),
         ("model.path", [config.model.path]),
         ("data.train", config.data.train),
         *((f"data.mixture[{i}].files", source.files) for i, source in enumerate(config.data.mixture)),
     ]
     benchmarks = [parse_benchmark(benchmark)[1] for benchmark in config.evaluate.benchmarks]
-    read += [("data.held_out", config.data.held_out), ("evaluate.benchmarks", benchmarks)]
-    inputs = {f"{key} = {path!r}": Path(path) for key, paths in read for path in paths if path}
+    paths_by_key += [("data.held_out", config.data.held_out), ("evaluate.benchmarks", benchmarks)]
+    inputs = {f"{key} = {path!r}": Path(path) for key, paths in paths_by_key for path in paths if path}
     for name in WRITTEN[command].split():
         output = Path(config.run.dir) / name
         for what, path in inputs.items():
@@ -128,8 +128,8 @@ def check_output(output: Path, inputs: Iterable[tuple[str, Path]]) -> None:
 
 def contains(output: Path, path: Path) -> bool:
     """Return whether `output` is `path` or a folder that contains it, after following links and mounts."""
-    real, target = Path(os.path.realpath(path)), Path(os.path.realpath(output))
-    return any(part == target or _same(part, target) for part in (real, *real.parents))
+    real_path, real_output = Path(os.path.realpath(path)), Path(os.path.realpath(output))
+    return any(part == real_output or _same(part, real_output) for part in (real_path, *real_path.parents))
 
 
 def _same(a: Path, b: Path) -> bool:

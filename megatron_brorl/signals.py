@@ -82,7 +82,7 @@ def step_begins() -> None:
 
 
 def install(saves: bool) -> None:
-    """Install the signal handlers of a rank, and let it end with its launcher, and its forks with it.
+    """Install the signal handlers of a rank. The rank ends with its launcher, and its forks end with the rank.
 
     saves: the first signal makes `stop_requested` return True, or ends the process with SAVED before `step_begins`. The
     second signal ends the process. Without saves, the first signal ends the process.
@@ -106,7 +106,7 @@ def stop_requested() -> bool:
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel kill this process when the thread of `parent` that started it ends, or now if it has ended.
+    """Let the kernel kill this process when the thread of `parent` that started it ends, or at once if it has ended.
 
     This works even if this process is stopped or deep in a library. Only Linux supports it.
     """

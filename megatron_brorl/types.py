@@ -81,8 +81,7 @@ class Rollout:
     token_ids: Tensor  # [G] int64, with the end-of-sequence token if finish == "stop"
     log_probs: Tensor  # [G] float32 under the sampling distribution (temperature, top-p, top-k)
     finish: FinishReason
-    # (version of the weights, number of tokens) in order; the numbers sum to G.
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens) in order; all tokens sum to G
     episode: Episode | None = None  # None: a single turn without an environment
     # [prompt + G - 1, layers, k] uint8 or int16: the experts of every token but the last. None: not recorded.
     routes: Tensor | None = None
@@ -135,8 +134,7 @@ class ScoredRollout:
     reward: float  # nan while the rollout is "cut"
     right: bool  # whether the response counts as correct (rewards.scoring.final_reward); false while it is "cut"
     answer: int = 0  # rewards.extract.answer_hash of the final answer
-    # For the rollout log; None while the rollout is "cut".
-    score: ScoreResult | None = field(default=None, compare=False)
+    score: ScoreResult | None = field(default=None, compare=False)  # for the rollout log; None while it is "cut"
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ class Experience:
     returns: tuple[Tensor, ...] | None = None  # [G] float32 each, the targets of the critic
     reference_log_probs: tuple[Tensor, ...] | None = None  # [G] float32 each, of the reference policy
     mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
-    # [G] bool each; false: a token of an environment, where `mask` is false, too. Only these do not count in divisors.
+    # [G] bool each; false: a token of an environment, where `mask` is false, too. Divisors count all other tokens.
     sampled: tuple[Tensor, ...] | None = None  # None: all true
     # [prompt + G - 1, layers, k] each, experts that the actor must use; None: its routers choose.
     routes: tuple[Tensor, ...] | None = None
@@ -187,7 +185,7 @@ class Experience:
     # in means. (): each row is a rollout.
     slots: tuple[tuple[int, int], ...] = ()
     weights: tuple[RowWeight, ...] = ()  # with algo.train_on; (): each row stands for itself
-    ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
+    ids: tuple[str, ...] = ()  # prompt id and rollout index of each row, for messages
 
     def __len__(self) -> int:
         return len(self.responses)

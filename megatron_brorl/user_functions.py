@@ -37,8 +37,7 @@ def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
     path, _, function = name.rpartition(":")
     file = Path(path).absolute()
     if path.endswith(".py") and not file.is_file():
-        where = f"no such file in {file.parent}; paths start at the working directory"
-        raise UserError(f"{what} {name}: {where}")
+        raise UserError(f"{what} {name}: no such file in {file.parent}; paths start at the working directory")
     try:
         module = _import_file(file) if path.endswith(".py") else importlib.import_module(path)
     except BaseException as e:  # A user's module may raise anything.

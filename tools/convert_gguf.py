@@ -49,7 +49,7 @@ SUPPORTED = {
 
 
 class _Reader(gguf.GGUFReader):
-    """GGUFReader on a plain view of the file: slices of a memmap cost ten times as much, and it takes 250,000."""
+    """GGUFReader on a plain view of the file: it takes 250,000 slices, which cost ten times as much of a memmap."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
@@ -157,8 +157,8 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
     kinds = list(zip(tokens, file.get("tokenizer.ggml.token_type"), strict=True))
     tokenizer.add_special_tokens([token for token, kind in kinds if kind == gguf.TokenType.CONTROL])
     # Text is never split within these tokens, such as <think>, but they are not special.
-    own = [token for token, kind in kinds if kind == gguf.TokenType.USER_DEFINED]
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in own])
+    user_tokens = [token for token, kind in kinds if kind == gguf.TokenType.USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_tokens])
     bos = tokens[file.get(SIZES["bos_token_id"])]
     if file.find("tokenizer.ggml.add_bos_token"):
         tokenizer.post_processor = processors.TemplateProcessing(

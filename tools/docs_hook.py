@@ -108,8 +108,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             raise PluginError(f"{name}: {target} does not exist")
         shown = str(path.relative_to(ROOT))
         if shown in ROOT_PAGES:
-            there = os.path.relpath(ROOT_PAGES[shown], os.path.dirname(name))
-            return match.group(0).replace(f"]({target}", f"]({there}")
+            site_path = os.path.relpath(ROOT_PAGES[shown], os.path.dirname(name))
+            return match.group(0).replace(f"]({target}", f"]({site_path}")
         return f"{words} (`{shown}`)" if path.name not in words else f"`{shown}`"
 
     return LINK.sub(inside, markdown) + (foreign_keys() if name == "coming_from.md" else "")

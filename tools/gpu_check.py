@@ -54,9 +54,9 @@ def main() -> None:
     args = _arguments(sys.argv[1:])
     command = shlex.join(["python", "tools/gpu_check.py", *sys.argv[1:]])
     about = machine() | {"date": datetime.date.today().isoformat(), "command": command}
-    with tempfile.TemporaryDirectory(prefix="gpu_check_") as own, args.out.open("a", encoding="utf-8") as out:
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as temporary, args.out.open("a", encoding="utf-8") as out:
         print(json.dumps({"stage": "machine", **about}), file=out, flush=True)
-        scratch = (args.scratch or Path(own)).resolve()
+        scratch = (args.scratch or Path(temporary)).resolve()
         scratch.mkdir(parents=True, exist_ok=True)
         pythons = {key: getattr(args, f"{key}_python") for key in ("vllm", "trtllm", "trl")}
         job = {"device": args.device, "scratch": str(scratch), "pythons": pythons}
@@ -103,13 +103,13 @@ def run_stages(limits: Mapping[str, float], job: dict[str, Any], out: TextIO, to
     rows: list[Row] = []
     end = time.monotonic() + total
     for stage, limit in limits.items():
-        left = min(limit, end - time.monotonic())
+        seconds_left = min(limit, end - time.monotonic())
         written = scratch / f"{stage}.jsonl"
         written.unlink(missing_ok=True)
-        words = [sys.executable, str(TOOLS / "gpu_stages.py"), stage, str(scratch / "job.json"), str(written)]
+        command = [sys.executable, str(TOOLS / "gpu_stages.py"), stage, str(scratch / "job.json"), str(written)]
         results = [{"what": WHOLE, "result": f"failed: not started within {total:g} s"}]
-        if left > 0:
-            results = launch(words, written, scratch / f"{stage}.log", left)
+        if seconds_left > 0:
+            results = launch(command, written, scratch / f"{stage}.log", seconds_left)
         rows += (added := [{"stage": stage, **row} for row in results])
         print(*map(json.dumps, added), sep="\n", file=out, flush=True)
         print(*map(line, added), sep="\n", flush=True)
@@ -123,7 +123,7 @@ def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[
     """
     folders = [str(ROOT), str(TOOLS), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "HF_HUB_OFFLINE": "1"}
-    late = False
+    timed_out = False
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -136,7 +136,7 @@ def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            late = True
+            timed_out = True
         finally:
             # The next stage needs the memory of the device, so no child may survive.
             with contextlib.suppress(ProcessLookupError):
@@ -148,7 +148,7 @@ def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[
     for line in rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []:
         with contextlib.suppress(ValueError):
             collected.append(json.loads(line))
-    if late:
+    if timed_out:
         collected.append({"what": WHOLE, "result": f"failed: killed after {limit:g} s; its output: {log}"})
     elif process.returncode:
         lines = [x for x in log.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]

@@ -90,24 +90,27 @@ def _loss(what: str, dtype: str, shape: tuple[int, int, int], job: Job) -> Row:
     from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
     from megatron_brorl.ops.reference.linear import linear_ppo_loss
 
-    (hidden, weight, *rest), _ = make_inputs(dtype, (min(shape[0], CHECKED), *shape[1:]), None, job.device)
+    (hidden, weight, *rest), _ = make_inputs(
+        dtype, (min(shape[0], CHECKED), *shape[1:]), clipped=None, device=job.device
+    )
     fused(hidden, weight, *rest)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     ids, old, rollout, advantages = rest
     shares = torch.full_like(old, 1 / len(old)).double()
     inputs = PolicyTokens(rollout.double(), advantages.double(), shares, old.double())
-    settings = PolicyLossSettings(LIMITS[0], LIMITS[1], is_cap=LIMITS[2])
-    linear_ppo_loss(exact[0], exact[1], ids, inputs, settings, 1.0).loss.backward()
+    settings = PolicyLossSettings(eps_low=LIMITS[0], eps_high=LIMITS[1], is_cap=LIMITS[2])
+    linear_ppo_loss(exact[0], exact[1], ids, inputs, settings, temperature=1.0).loss.backward()
     pairs = zip((hidden.grad, weight.grad), (x.grad for x in exact), strict=True)
     error = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)  # type: ignore[union-attr, operator]
     del hidden, weight, exact, inputs
 
-    products, whole = (
+    # The arguments of `measure`: implementation, dtype, shape, share of clipped tokens, device, threads, calls.
+    products_row, fused_row = (
         measure((name, dtype, shape, 0.0, job.device, torch.get_num_threads(), 5)) for name in ("products", "fused")
     )
     wrong = f"the error is {error:.2g}" if not error < LOSS_ERROR[dtype] else ""
-    ratio = {"over three products": whole["seconds"] / products["seconds"]}
-    return judged(what, wrong, error=error, ms=1e3 * whole["seconds"], **ratio, MiB=whole["extra_mib"])
+    ratio = {"over three products": fused_row["seconds"] / products_row["seconds"]}
+    return judged(what, wrong, error=error, ms=1e3 * fused_row["seconds"], **ratio, MiB=fused_row["extra_mib"])
 
 
 def tokens(job: Job) -> Iterator[Row]:
@@ -128,11 +131,11 @@ def tokens(job: Job) -> Iterator[Row]:
         return ops.gae(x[0], x[1], starts, gamma=0.99, lam=0.95)[0]
 
     def whiten(ops: Backend, x: list[Any]) -> Any:
-        return ops.whiten(x[0], Moments(10.0, 0.5, 40.0))
+        return ops.whiten(x[0], Moments(count=10.0, mean=0.5, m2=40.0))
 
     def value_loss(ops: Backend, x: list[Any]) -> Any:
         values = x[0].detach().requires_grad_()
-        ops.value_loss(values, x[1], x[2], x[3], 0.2).loss.backward()
+        ops.value_loss(values, x[1], x[2], x[3], clip=0.2).loss.backward()
         return values.grad
 
     table[3] = (table[3] > 0).float()
@@ -294,11 +297,11 @@ def resume(job: Job) -> Iterator[Row]:
         return hashlib.sha256((folder / "run" / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
     yield _run("four steps", settings, folder)
-    whole = weights()
+    undisturbed = weights()
     shutil.rmtree(folder / "run")
     yield _run("two steps", settings, folder, "train.steps=2")
-    row = _run("resume to four steps", settings, folder) | {"sha256": whole}
-    if weights() != whole:
+    row = _run("resume to four steps", settings, folder) | {"sha256": undisturbed}
+    if weights() != undisturbed:
         row["result"] = "failed: the weights differ from those of the undisturbed run"
     yield row
 
@@ -343,11 +346,11 @@ def engine(name: str, prompt: int, response: int, job: Job) -> Iterator[Row]:
     ops = backend("fused", device)
     native = TorchEngine(shape, hf_shapes(shape), device, dtype, 4 * n, ops.sample_tokens, ops.decode)
     native.update_weights(load_file(f"{settings['model']}/{WEIGHTS}").items(), version=0)
-    ids = prompts(shape.vocab, prompt, 8)
+    prompt_ids = prompts(shape.vocab, prompt, calls=8)
 
     def generate(keys: list[int], tokens: int) -> dict[int, list[Any]]:
         requests = [
-            Request(Prompt(str(key), text="", token_ids=tuple(ids[key]), answer=None, verifier="exact"), key, n)
+            Request(Prompt(str(key), text="", token_ids=tuple(prompt_ids[key]), answer=None, verifier="exact"), key, n)
             for key in keys
         ]
         # No response ends early, because the stop token is outside the vocabulary.
@@ -406,19 +409,21 @@ def profile(model: str, sizes: Sizes, dtype: str, overrides: Sequence[str], job:
     events = [x for x in profiler.key_averages() if not x.is_user_annotation]
     kernels = [(x.self_device_time_total / 1e3, x) for x in events if x.device_type != DeviceType.CPU]
     calls = [(x.self_cpu_time_total / 1e3, x) for x in events if x.device_type == DeviceType.CPU]
-    whole = 1e3 * (seconds[1] - seconds[0])
+    step_ms = 1e3 * (seconds[1] - seconds[0])
 
     def longest(timed: list[tuple[float, Any]]) -> list[str]:
         return [f"{ms:.1f} ms, {x.count} x {x.key[:60]}" for ms, x in sorted(timed, key=lambda y: -y[0])[:10]]
 
     parts = {"launches": "Launch", "synchronizations": "Synchronize"}  # of the names of CUDA's functions
     counts = {key: sum(x.count for _, x in calls if x.key[:2] == "cu" and part in x.key) for key, part in parts.items()}
-    times = {"profiled seconds": whole / 1e3, "GPU busy": sum(ms for ms, _ in kernels) / whole}
+    times = {"profiled seconds": step_ms / 1e3, "GPU busy": sum(ms for ms, _ in kernels) / step_ms}
     yield judged(f"profile {model}", wrong="", **counts, **times, kernels=longest(kernels), operations=longest(calls))
 
 
 QUICKSTART = ("algo.mini_batches=4", "algo.mini_batch_of=siblings", "algo.old_log_probs=rollout")
-STAGES: dict[str, tuple[Callable[[Job], Iterator[Row]], float]] = {  # with a limit in seconds
+# Each stage with its limit in seconds. Positional arguments: model, prompt and response tokens of `engine`; index
+# in SHAPES of `loss`; variant and use of Transformer Engine of `update`; engine, package and GPUs of `remote_step`.
+STAGES: dict[str, tuple[Callable[[Job], Iterator[Row]], float]] = {
     "quickstart": (quickstart, 100),
     "engine_135m": (partial(engine, "135m", 64, 128), 60),
     "engine_1.5b": (partial(engine, "1.5b", 512, 512), 170),

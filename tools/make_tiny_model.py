@@ -34,7 +34,7 @@ CHAT = (
 def _corpus(config: Config, count: int) -> Iterator[str]:
     """Yield the prompts and answers of a run: those of its data files, or `count` examples of its tasks."""
     data = config.data
-    files = [*data.train, *(name for part in data.mixture for name in part.files)]
+    files = [*data.train, *(name for source in data.mixture for name in source.files)]
     if not files:
         yield from corpus(data, config.run.seed, count)
     row_format = RowFormat(data.verifier, config.reward, data.columns)

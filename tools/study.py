@@ -206,7 +206,8 @@ class Study:
         tuned = [run for arm in self.design.arms for run in self._tuning_runs(arm)]
         if not all(map(self._done, tuned)):
             return [run for run in tuned if self._done(run)]
-        return tuned + [r for s in self.design.seeds for a in self.design.arms if self._done(r := self.test_run(a, s))]
+        tests = [self.test_run(arm, seed) for seed in self.design.seeds for arm in self.design.arms]
+        return tuned + [run for run in tests if self._done(run)]
 
     def test_run(self, arm: Arm, seed: int) -> Run:
         """Return the run of an arm with a seed of the comparisons."""
@@ -233,10 +234,10 @@ class Study:
         folder = self._folder(run)
         if (folder / FAILED).exists():
             return pd.DataFrame()
-        read = read_run(folder)
-        rows = checkpoints(read, evaluations(read))
+        recorded = read_run(folder)
+        rows = checkpoints(recorded, evaluations(recorded))
         passes = [{f"pass_at_{p['k']}": p["mean"] for p in row.pop("passes")} for row in rows]
-        return pd.DataFrame([row | more for row, more in zip(rows, passes, strict=True)])
+        return pd.DataFrame([row | row_passes for row, row_passes in zip(rows, passes, strict=True)])
 
     def table(self) -> pd.DataFrame:
         """Return the results of all finished runs, one row per run and evaluation."""
@@ -258,10 +259,10 @@ class Study:
         return [*overrides, f"train.steps={math.ceil(arm.rollouts / (rollout.n * rollout.prompts))}"]
 
     def _tuning_runs(self, arm: Arm) -> list[Run]:
-        t = self.design.tuning
-        if not t or arm.rate_of:
+        tuning = self.design.tuning
+        if not tuning or arm.rate_of:
             return []
-        return [Run(arm.name, seed, rate, "tune") for seed in t.seeds for rate in t.rates]
+        return [Run(arm.name, seed, rate, "tune") for seed in tuning.seeds for rate in tuning.rates]
 
     def _make(self, run: Run) -> None:
         """Run `brorl train`, which continues from its own checkpoint after a stop."""
@@ -272,14 +273,14 @@ class Study:
     def _train(self, run: Run) -> None:
         arm = self.design.arm(run.arm)
         folder = self._folder(run)
-        own = [f"run.seed={run.seed}", f"run.dir={folder}"]
+        run_settings = [f"run.seed={run.seed}", f"run.dir={folder}"]
         if run.rate is not None:
-            own.append(f"optim.lr={run.rate!r}")
+            run_settings.append(f"optim.lr={run.rate!r}")
         if arm.start:
-            first = self.design.arm(arm.start)
-            parent = Run(first.name, run.seed, self.rate(first), run.phase)
+            start_arm = self.design.arm(arm.start)
+            parent = Run(start_arm.name, run.seed, self.rate(start_arm), run.phase)
             self._make(parent)
-            own.append(f"model.path={self._folder(parent) / 'model'}")
+            run_settings.append(f"model.path={self._folder(parent) / 'model'}")
         folder.mkdir(parents=True, exist_ok=True)
         settings = [setting.replace("{seed}", str(run.seed)) for setting in self._settings(arm)]
         train = [sys.executable, "-m", "megatron_brorl", "train", "--processes", str(self.design.processes)]
@@ -288,7 +289,7 @@ class Study:
         cores = self._cores.get()
         try:
             with open(log, "a", encoding="utf-8") as out:
-                command = ["taskset", "-c", cores, *train, self.design.config, *settings, *own]
+                command = ["taskset", "-c", cores, *train, self.design.config, *settings, *run_settings]
                 status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT).returncode
         finally:
             self._cores.put(cores)
@@ -395,12 +396,12 @@ def draw(design: Design, table: pd.DataFrame) -> Figure:
     tests = table[table.phase == "test"]
     for axes, over in zip(figure.subplots(1, 2, sharey=True), ("seconds", "rollouts"), strict=True):
         for i, arm in enumerate(design.arms):
-            own = [group.sort_values(over) for _, group in tests[tests.arm == arm.name].groupby("run")]
-            for group in own:
+            arm_runs = [group.sort_values(over) for _, group in tests[tests.arm == arm.name].groupby("run")]
+            for group in arm_runs:
                 axes.plot(group[over], group.pass_at_1, color=f"C{i}", alpha=0.3, linewidth=0.8)
-            if own:
-                x = np.linspace(0, min(group[over].max() for group in own), 50)
-                y = np.mean([np.interp(x, group[over], group.pass_at_1) for group in own], axis=0)
+            if arm_runs:
+                x = np.linspace(0, min(group[over].max() for group in arm_runs), 50)
+                y = np.mean([np.interp(x, group[over], group.pass_at_1) for group in arm_runs], axis=0)
                 axes.plot(x, y, color=f"C{i}", linewidth=2, label=arm.name)
         axes.set_xlabel("seconds of training steps" if over == "seconds" else over)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))

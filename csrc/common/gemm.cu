@@ -12,7 +12,7 @@ namespace {
 
 // A row-major matrix for cuBLAS, which is column-major: passed as its transpose.
 struct Operand {
-  cublasOperation_t turned;
+  cublasOperation_t op;
   int64_t ld;
 };
 
@@ -50,11 +50,11 @@ const char* bfloat16_gemm_launch(
   cublasHandle_t handle = nullptr;
   cublasStatus_t status = handle_on(device, handle);
   if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetStream(handle, stream);
-  const float one = 1, kept = accumulate ? 1 : 0;
+  const float alpha = 1, beta = accumulate ? 1 : 0;
   if (status == CUBLAS_STATUS_SUCCESS) {
     status = cublasGemmEx(
-        handle, left.turned, right.turned, int(n), int(m), int(k), &one, b.data, CUDA_R_16BF, int(left.ld), a.data,
-        CUDA_R_16BF, int(right.ld), &kept, out, CUDA_R_32F, int(ld), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+        handle, left.op, right.op, int(n), int(m), int(k), &alpha, b.data, CUDA_R_16BF, int(left.ld), a.data,
+        CUDA_R_16BF, int(right.ld), &beta, out, CUDA_R_32F, int(ld), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
   }
   return status == CUBLAS_STATUS_SUCCESS ? nullptr : cublasGetStatusString(status);
 }

@@ -11,8 +11,8 @@ constexpr int64_t kLine = 16;  // words of a cache line
 typedef uint32_t Line __attribute__((vector_size(64)));
 static_assert(sizeof(Line) == kLine * sizeof(uint32_t));
 
-// Interleave a and b: lanes whose index lacks bit D come from a, the others from b, each from the same index or D
-// further.
+// Exchange lanes of a and b: a gets the lanes of both whose index lacks bit D, and b the lanes whose index has bit D.
+// Lanes from a fill the indices without bit D, lanes from b those with it.
 template <int D>
 void exchange(Line& a, Line& b) {
   Line upper, lower;
@@ -36,7 +36,7 @@ inline void transpose(Line* rows) {
   for (int i = 0; i < 8; ++i) exchange<1>(rows[2 * i], rows[2 * i + 1]);
 }
 
-// to[i * ld + p] = word i of from(p), by squares of 16; rest(i, p) fills the remainder.
+// to[i * ld + p] = word i of line p, by squares of 16: from(i, p) returns words i to i + 15, rest(i, p) only word i.
 template <typename Word, typename From, typename Rest>
 void turn(Word* to, int64_t ld, int64_t count, int64_t depth, From from, Rest rest) {
   for (int64_t p = 0; p < depth; p += kLine) {

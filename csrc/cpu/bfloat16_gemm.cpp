@@ -52,7 +52,7 @@ void pack_words(
     uint32_t* words, int64_t ld_i, int64_t ld_p, const uint16_t* x, int64_t stride_i, int64_t stride_k, int64_t count,
     int64_t depth) {
   const int64_t whole = depth / 2;
-  const auto at = [&](int64_t i, int64_t p) {
+  const auto pair_at = [&](int64_t i, int64_t p) {
     uint32_t pair;
     std::memcpy(&pair, x + i * stride_i + 2 * p, sizeof pair);
     return pair;
@@ -65,7 +65,7 @@ void pack_words(
       std::memcpy(&pairs, x + i * stride_i + 2 * p, sizeof pairs);
       return pairs;
     };
-    turn(words, ld_p, whole, count, row, [&](int64_t p, int64_t i) { return at(i, p); });
+    turn(words, ld_p, whole, count, row, [&](int64_t p, int64_t i) { return pair_at(i, p); });
   } else if (ld_p == 1) {
     turn(
         words, ld_i, count, whole,
@@ -124,7 +124,7 @@ void bfloat16_gemm(
   std::vector<const uint16_t*> shared(shorter.tiles());
 #pragma omp parallel num_threads(at::get_num_threads())
   {
-    std::vector<uint32_t> own(longer.direct ? 0 : block);
+    std::vector<uint32_t> block_memory(longer.direct ? 0 : block);
     for (int64_t first = 0; first < k; first += 2 * kWords) {
       const int64_t depth = std::min(2 * kWords, k - first);
 #pragma omp for schedule(static)
@@ -133,7 +133,7 @@ void bfloat16_gemm(
       }
 #pragma omp for schedule(dynamic)
       for (int64_t tile = 0; tile < longer.tiles(); ++tile) {
-        const uint16_t* const mine = longer.block(tile, first, depth, own.data());
+        const uint16_t* const mine = longer.block(tile, first, depth, block_memory.data());
         for (int64_t other = 0; other < shorter.tiles(); ++other) {
           const int64_t i = long_rows ? tile : other, j = long_rows ? other : tile;
           at::native::cpublas::brgemm(

@@ -97,18 +97,18 @@ void page_scores(const float* q, int64_t d, const T* const* pages, float* scores
   }
 }
 
-// total[r][at .. at + 16 C) += sum over `count` keys of weights[r][key] value[key][at ..].
+// total[r][column .. column + 16 C) += sum over `count` keys of weights[r][key] value[key][column ..].
 template <int R, int C, typename T>
 void page_values(
-    const float* weights, const T* const* pages, int64_t count, int64_t at, int64_t width, float* total) {
+    const float* weights, const T* const* pages, int64_t count, int64_t column, int64_t width, float* total) {
   Wide sum[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) sum[r][c] = load_wide(total + r * kWidest + at + c * kWide);
+    for (int c = 0; c < C; ++c) sum[r][c] = load_wide(total + r * kWidest + column + c * kWide);
   }
   for (int64_t key = 0; key < count; ++key) {
-    const T* const value = pages[key / kPage] + key % kPage * width + at;
+    const T* const value = pages[key / kPage] + key % kPage * width + column;
     Wide x[C];
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) x[c] = load_wide(value + c * kWide);
@@ -121,7 +121,7 @@ void page_values(
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store_wide(total + r * kWidest + at + c * kWide, sum[r][c]);
+    for (int c = 0; c < C; ++c) store_wide(total + r * kWidest + column + c * kWide, sum[r][c]);
   }
 }
 
@@ -148,11 +148,11 @@ void all_values(const float* weights, const T* const* pages, int64_t count, int6
     all_values<R - kHalf>(weights + kHalf * kBlockKeys, pages, count, width, total + kHalf * kWidest);
   } else {
     constexpr int kAtOnce = std::min(kHeld / R, 4);
-    int64_t at = 0;
-    for (; at + kAtOnce * kWide <= width; at += kAtOnce * kWide) {
-      page_values<R, kAtOnce>(weights, pages, count, at, width, total);
+    int64_t column = 0;
+    for (; column + kAtOnce * kWide <= width; column += kAtOnce * kWide) {
+      page_values<R, kAtOnce>(weights, pages, count, column, width, total);
     }
-    for (; at < width; at += kWide) page_values<R, 1>(weights, pages, count, at, width, total);
+    for (; column < width; column += kWide) page_values<R, 1>(weights, pages, count, column, width, total);
   }
 }
 
@@ -276,9 +276,9 @@ struct Step {
     over_pages(tile, 0, count, q, head, prompt_tables + prompt * prompt_table_size, prompt_lengths[prompt]);
     for (int r = 0; r < count;) {  // the queries of one row share its own pages
       const int64_t sibling = (begin + r) / g, b = row + sibling;
-      const int same = int(std::min<int64_t>(count - r, (sibling + 1) * g - begin - r));
-      over_pages(tile, r, same, q + r * d, head, tables + b * table_size, lengths[b]);
-      r += same;
+      const int row_queries = int(std::min<int64_t>(count - r, (sibling + 1) * g - begin - r));
+      over_pages(tile, r, row_queries, q + r * d, head, tables + b * table_size, lengths[b]);
+      r += row_queries;
     }
     for (int r = 0; r < count; ++r) {
       const int64_t b = row + (begin + r) / g, h = head * g + (begin + r) % g;
@@ -291,13 +291,13 @@ struct Step {
     struct Work {
       int64_t row, head, siblings;
     };
-    const int64_t together = std::max<int64_t>(1, kTile / group());
+    const int64_t at_once = std::max<int64_t>(1, kTile / group());
     std::vector<Work> work;
     for (int64_t row = 0; row < rows;) {
       int64_t end = row + 1;
       while (end < rows && prompts[end] == prompts[row]) ++end;
       for (int64_t head = 0; head < kv_heads; ++head) {
-        for (int64_t b = row; b < end; b += together) work.push_back({b, head, std::min(together, end - b)});
+        for (int64_t b = row; b < end; b += at_once) work.push_back({b, head, std::min(at_once, end - b)});
       }
       row = end;
     }

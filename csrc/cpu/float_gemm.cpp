@@ -97,7 +97,7 @@ void float_gemm(
   Floats packed(group * panel);
 #pragma omp parallel num_threads(threads)
   {
-    Floats own(a.column == 1 ? 0 : rows * depth);
+    Floats row_memory(a.column == 1 ? 0 : rows * depth);
     for (int64_t left = 0; left < panels; left += group) {
       const int64_t right = std::min(panels, left + group), runs = pieces(right - left, run);
       for (int64_t first = 0; first < k; first += depth) {
@@ -113,7 +113,7 @@ void float_gemm(
         for (int64_t work = 0; work < blocks * runs; ++work) {
           const int64_t r = work / runs * rows, count = std::min(rows, m - r), begin = left + work % runs * run;
           const Rows mine =
-              pack_rows({a.data + r * a.row + first * a.column, a.row, a.column}, count, size, own.data());
+              pack_rows({a.data + r * a.row + first * a.column, a.row, a.column}, count, size, row_memory.data());
           for (int64_t p = begin; p < std::min(right, begin + run); ++p) {
             const int64_t column = p * kTileColumns;
             multiply_panel(

@@ -101,18 +101,18 @@ void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, T
   });
 }
 
-// With n = x / rms(x): of_x = (g w - n mean(g w n)) / rms(x), of_weight = sum over rows of g n. n w overwrites
-// g [R, H].
+// n = x / rms(x); x_grad = (g w - n mean(g w n)) / rms(x); weight_grad = sum over rows of g n; n w overwrites g [R, H].
 template <typename T>
 void norm_gradient_rows(
-    Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse, Tensor& of_x, Tensor& of_weight) {
+    Tensor& gradient, const Tensor& x, const Tensor& weight,
+    const Tensor& inverse, Tensor& x_grad, Tensor& weight_grad) {
   using S = Sum<T>;
-  constexpr int64_t kBlock = 256;  // rows whose part of of_weight one thread sums
+  constexpr int64_t kBlock = 256;  // rows whose part of weight_grad one thread sums
   const int64_t rows = x.size(0), width = x.size(1), blocks = (rows + kBlock - 1) / kBlock;
   const T *const from = x.const_data_ptr<T>(), *const w = weight.const_data_ptr<T>();
   T* const g = gradient.mutable_data_ptr<T>();
   const S* const factors = inverse.const_data_ptr<S>();
-  T *const to = of_x.mutable_data_ptr<T>(), *const total = of_weight.mutable_data_ptr<T>();
+  T *const to = x_grad.mutable_data_ptr<T>(), *const total = weight_grad.mutable_data_ptr<T>();
   std::vector<S> parts(blocks * width);
   for_rows(blocks, [&](int64_t block) {
     S* const part = parts.data() + block * width;
@@ -169,9 +169,9 @@ template <typename T>
 void silu_gradient_rows(Tensor& gradient, Tensor& gate_up) {
   using S = Sum<T>;
   const int64_t width = gradient.size(1);
-  T *const both = gate_up.mutable_data_ptr<T>(), *const g = gradient.mutable_data_ptr<T>();
+  T *const values = gate_up.mutable_data_ptr<T>(), *const g = gradient.mutable_data_ptr<T>();
   for_rows(gradient.size(0), [&](int64_t r) {
-    T *const gate = both + 2 * r * width, *const up = gate + width, *const upstream = g + r * width;
+    T *const gate = values + 2 * r * width, *const up = gate + width, *const upstream = g + r * width;
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
       const S x = S(gate[i]), s = sigmoid(x), d = S(upstream[i]), u = S(up[i]);
@@ -219,11 +219,11 @@ std::tuple<Tensor, Tensor> rms_norm_gradient_(
   check(weight, "weight", {x.size(1)}, x.scalar_type());
   check(gradient, "gradient", x.sizes(), x.scalar_type());
   check(inverse_rms, "inverse_rms", {x.size(0)}, sum_dtype(x));
-  Tensor of_x = at::empty(x.sizes(), x.options()), of_weight = at::empty(weight.sizes(), weight.options());
+  Tensor x_grad = at::empty(x.sizes(), x.options()), weight_grad = at::empty(weight.sizes(), weight.options());
   for_dtype(x, "x", [&](auto zero) {
-    norm_gradient_rows<decltype(zero)>(gradient, x, weight, inverse_rms, of_x, of_weight);
+    norm_gradient_rows<decltype(zero)>(gradient, x, weight, inverse_rms, x_grad, weight_grad);
   });
-  return {of_x, of_weight};
+  return {x_grad, weight_grad};
 }
 
 Tensor silu_mul(const Tensor& gate_up) {

@@ -49,7 +49,7 @@ class RowSampler {
         settings_(settings),
         // Bounded, so that 0 times it is 0.
         inverse_temperature_(
-            settings.temperature > 0 ? float(std::min(1 / settings.temperature, double(kMost))) : 1.0f),
+            settings.temperature > 0 ? float(std::min(1 / settings.temperature, double(kMax))) : 1.0f),
         largest_(blocks_),
         sums_(blocks_),
         masses_(blocks_) {}
@@ -79,7 +79,7 @@ class RowSampler {
   static constexpr int64_t kBlock = 512;  // its logits stay in the L1 cache between the two passes of scan
   static constexpr int64_t kLanes = 16;   // divides kBlock
   static constexpr int kBins = 1024;
-  static constexpr float kInfinity = std::numeric_limits<float>::infinity(), kMost = std::numeric_limits<float>::max();
+  static constexpr float kInfinity = std::numeric_limits<float>::infinity(), kMax = std::numeric_limits<float>::max();
 
   struct Candidate {
     float logit;
@@ -186,7 +186,7 @@ class RowSampler {
   }
 
   // Return a logit's bin in [0, kBins), counted down from the largest logit. It is monotone, so bins never interleave.
-  float place(float logit, float bins_per_nat) const {
+  float bin_position(float logit, float bins_per_nat) const {
     return (peak_ - logit) * inverse_temperature_ * bins_per_nat;
   }
 
@@ -197,8 +197,8 @@ class RowSampler {
 #pragma omp simd
     for (int j = 0; j < n; ++j) {
       const float below = (peak - z[j]) * scale;
-      const float where = below * bins_per_nat;
-      bins_[j] = int32_t((where < last) & (z[j] >= threshold) ? where : last);
+      const float position = below * bins_per_nat;
+      bins_[j] = int32_t((position < last) & (z[j] >= threshold) ? position : last);
       exponentials_[j] = fast_exp(-below);
     }
   }
@@ -212,7 +212,7 @@ class RowSampler {
     const float bins_per_nat = float((kBins - 1) / std::clamp(range, 1.0, 88.0));
     double mass[kBins] = {};
     for (int64_t b = 0; b < blocks_; ++b) {
-      if (largest_[b] < threshold_ || place(largest_[b], bins_per_nat) >= kBins - 1) continue;
+      if (largest_[b] < threshold_ || bin_position(largest_[b], bins_per_nat) >= kBins - 1) continue;
       const int n = int(size(b));
       sort_into_bins(logits(b), n, bins_per_nat);
       int count = 0;  // the last bin is not summed; compacting the others avoids repeated additions to one address
@@ -242,8 +242,8 @@ class RowSampler {
   void gather(int bin, float bins_per_nat) {
     candidates_.clear();
     for (int64_t b = 0; b < blocks_; ++b) {
-      const bool beyond = bin < kBins - 1 && place(largest_[b], bins_per_nat) >= bin + 1;
-      if (largest_[b] < threshold_ || beyond) continue;
+      const bool is_past_bin = bin < kBins - 1 && bin_position(largest_[b], bins_per_nat) >= bin + 1;
+      if (largest_[b] < threshold_ || is_past_bin) continue;
       const float* z = logits(b);
       const int n = int(size(b));
       sort_into_bins(z, n, bins_per_nat);

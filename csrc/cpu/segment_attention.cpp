@@ -101,7 +101,7 @@ struct Forward {
 // With the weights P, their sum over keys weighted by dP = gradient . value, and dS = P (dP - sum): the gradients of
 // values are P^T gradient, of keys dS^T query, of queries dS key (Dao et al. 2022, appendix B.2).
 struct Backward {
-  Heads gradient, query, key, value, out, of_query, of_key, of_value;
+  Heads gradient, query, key, value, out, dquery, dkey, dvalue;
   Turned keys, values;
   const float* log_sums;
   int64_t heads, kv_heads, d;  // heads: of one kv head
@@ -114,12 +114,12 @@ struct Backward {
       float* prefix_value) const {
     alignas(64) float weights[kBlock * kBlock], slopes[kBlock * kBlock];
     float dot[kBlock];
-    const int64_t at = s.begin + q;
-    const float *const up = gradient.at(at, kv_head) + head * d, *const queries = query.at(at, kv_head) + head * d;
-    float* const to_query = of_query.at(at, kv_head) + head * d;
+    const int64_t row = s.begin + q;
+    const float *const up = gradient.at(row, kv_head) + head * d, *const queries = query.at(row, kv_head) + head * d;
+    float* const to_query = dquery.at(row, kv_head) + head * d;
     for (int64_t r = 0; r < rows; ++r) {
       float sum = 0;
-      const float *const g = up + r * gradient.token, *const o = out.at(at + r, kv_head) + head * d;
+      const float *const g = up + r * gradient.token, *const o = out.at(row + r, kv_head) + head * d;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < d; ++i) sum += g[i] * o[i];
       dot[r] = sum;
@@ -137,7 +137,7 @@ struct Backward {
           whole, visible);
       for (int64_t r = 0; r < rows; ++r) {
         float *const weight = weights + r * kBlock, *const slope = slopes + r * kBlock;
-        const float log_sum = log_sums[((at + r) * kv_heads + kv_head) * heads + head];
+        const float log_sum = log_sums[((row + r) * kv_heads + kv_head) * heads + head];
 #pragma omp simd
         for (int64_t c = 0; c < padded(k.visible(r)); ++c) {
           weight[c] = fast_exp(weight[c] * scale - log_sum);
@@ -147,15 +147,15 @@ struct Backward {
         std::fill(slope + k.visible(r), slope + padded(k.tokens), 0.0f);
       }
       const bool own = k.begin == s.begin;
-      float* const to_key = own ? of_key.at(k.begin + k.block, kv_head) : prefix_key + k.block * d;
-      float* const to_value = own ? of_value.at(k.begin + k.block, kv_head) : prefix_value + k.block * d;
+      float* const to_key = own ? dkey.at(k.begin + k.block, kv_head) : prefix_key + k.block * d;
+      float* const to_value = own ? dvalue.at(k.begin + k.block, kv_head) : prefix_value + k.block * d;
       const auto seeing = [&](int64_t c, int64_t) { return Range{k.first_to_see(c), rows}; };
-      const auto wide = [&](int64_t) { return d; };
-      product({weights, 1, kBlock}, k.tokens, up, gradient.token, to_value, own ? of_value.token : d, true, seeing, wide);
-      product({slopes, 1, kBlock}, k.tokens, queries, query.token, to_key, own ? of_key.token : d, true, seeing, wide);
+      const auto all = [&](int64_t) { return d; };
+      product({weights, 1, kBlock}, k.tokens, up, gradient.token, to_value, own ? dvalue.token : d, true, seeing, all);
+      product({slopes, 1, kBlock}, k.tokens, queries, query.token, to_key, own ? dkey.token : d, true, seeing, all);
       product(
-          {slopes, kBlock, 1}, rows, key.at(k.begin + k.block, kv_head), key.token, to_query, of_query.token, !first,
-          [&](int64_t, int64_t last) { return Range{0, k.visible(last)}; }, wide);
+          {slopes, kBlock, 1}, rows, key.at(k.begin + k.block, kv_head), key.token, to_query, dquery.token, !first,
+          [&](int64_t, int64_t last) { return Range{0, k.visible(last)}; }, all);
       first = false;
     }
   }
@@ -173,17 +173,17 @@ void check_segments(const Tensor& segments, int64_t tokens) {
   TORCH_CHECK_TYPE(segments.scalar_type() == at::kLong, "segments must be int64, got ", segments.scalar_type());
   TORCH_CHECK_VALUE(segments.is_contiguous(), "segments must be contiguous");
   const int64_t* const row = segments.const_data_ptr<int64_t>();
-  std::vector<int64_t> alone(tokens + 1);  // length of the segment without a prefix that starts at each token
+  std::vector<int64_t> lengths(tokens + 1);  // length of the segment without a prefix that starts at each token
   int64_t end = 0;
   for (int64_t i = 0; i < segments.size(0); ++i) {
-    const int64_t begin = row[4 * i], length = row[4 * i + 1], prefix = row[4 * i + 2], of_prefix = row[4 * i + 3];
+    const int64_t begin = row[4 * i], length = row[4 * i + 1], prefix = row[4 * i + 2], prefix_length = row[4 * i + 3];
     TORCH_CHECK_INDEX(
         begin == end && length > 0 && length <= tokens - end, "segments[", i, "] must begin at token ", end,
         " and have 1 to ", tokens - end, " tokens, has ", length, " from ", begin);
     TORCH_CHECK_INDEX(
-        of_prefix == 0 || (of_prefix > 0 && prefix >= 0 && prefix < begin && alone[prefix] == of_prefix), "segments[", i,
-        "]: tokens ", prefix, " + ", of_prefix, " are not an earlier segment without a prefix");
-    if (of_prefix == 0) alone[begin] = length;
+        prefix_length == 0 || (prefix_length > 0 && prefix >= 0 && prefix < begin && lengths[prefix] == prefix_length),
+        "segments[", i, "]: tokens ", prefix, " + ", prefix_length, " are not an earlier segment without a prefix");
+    if (prefix_length == 0) lengths[begin] = length;
     end += length;
   }
   TORCH_CHECK_INDEX(end == tokens, "segments must cover ", tokens, " tokens, cover ", end);
@@ -226,16 +226,16 @@ Tensor segment_attention_gradient(
   check(gradient, "gradient", {tokens, kv_heads, heads, d});
   check(out, "out", {tokens, kv_heads, heads, d});
   check(log_sums, "log_sums", {tokens, kv_heads, heads});
-  Tensor of_qkv = at::empty(qkv.sizes(), qkv.options());
+  Tensor dqkv = at::empty(qkv.sizes(), qkv.options());
   const Stream stream(segments, kv_heads);
   const Backward backward{
       heads_of(gradient), heads_of(qkv), heads_of(qkv, heads), heads_of(qkv, heads + 1), heads_of(out),
-      heads_of(of_qkv), heads_of(of_qkv, heads), heads_of(of_qkv, heads + 1), Turned(qkv, heads, stream.segments),
+      heads_of(dqkv), heads_of(dqkv, heads), heads_of(dqkv, heads + 1), Turned(qkv, heads, stream.segments),
       Turned(qkv, heads + 1, stream.segments), log_sums.const_data_ptr<float>(), heads, kv_heads, d, float(scale)};
   // Gradients of the prefix's keys, then values, per piece: [2, prefix_length, d].
-  std::vector<std::vector<float>> added(stream.runs.size() * kv_heads);
+  std::vector<std::vector<float>> prefix_gradients(stream.runs.size() * kv_heads);
   stream.for_pieces([&](int64_t piece, const Segment& s, int64_t kv_head) {
-    std::vector<float>& prefix = added[piece];
+    std::vector<float>& prefix = prefix_gradients[piece];
     prefix.resize(2 * s.prefix_length * d);
     for (int64_t t = s.begin; t < s.begin + s.length; ++t) {
       std::fill_n(backward.of_key.at(t, kv_head), 2 * d, 0.0f);  // and the value after it
@@ -251,7 +251,7 @@ Tensor segment_attention_gradient(
   for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
     for (size_t run = 0; run < stream.runs.size(); ++run) {
       const Segment& s = stream.segments[stream.runs[run].first];
-      const float* from = added[run * kv_heads + kv_head].data();
+      const float* from = prefix_gradients[run * kv_heads + kv_head].data();
       for (const Heads& to : {backward.of_key, backward.of_value}) {
         for (int64_t t = 0; t < s.prefix_length; ++t, from += d) {
           float* const row = to.at(s.prefix + t, kv_head);
@@ -260,7 +260,7 @@ Tensor segment_attention_gradient(
       }
     }
   }
-  return of_qkv;
+  return dqkv;
 }
 
 }  // namespace brorl

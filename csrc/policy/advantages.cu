@@ -25,16 +25,16 @@ __global__ void gae_kernel(
 
 template <typename S>
 __global__ void moments_kernel(const S* values, const S* weights, int64_t n, double* table) {
-  S own[kPerThread];
+  S thread_values[kPerThread];
   unsigned included = 0;  // bit k: the k-th value exists and its weight is not 0
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     const int64_t i = token_index(k);
-    own[k] = i < n ? values[i] : S(0);
+    thread_values[k] = i < n ? values[i] : S(0);
     included |= unsigned(i < n && (!weights || weights[i] != 0)) << k;
   }
   Partial<1, 0> partial{};  // moments of one column, and no other sums
-  set_moments(partial, 0, own, included);
+  set_moments(partial, 0, thread_values, included);
   write_block(partial, table);
 }
 

@@ -37,20 +37,20 @@ __device__ void merge(Partial<M, N>& a, const Partial<M, N>& b) {
 
 // Write the merged partials of all threads to row `blockIdx.x` of a table.
 template <int M, int N>
-__device__ void write_block(Partial<M, N>& own, double* table) {
-  __shared__ Partial<M, N> of_warps[kWarps];
+__device__ void write_block(Partial<M, N>& partial, double* table) {
+  __shared__ Partial<M, N> warp_partials[kWarps];
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     Partial<M, N> other;
 #pragma unroll
-    for (int n = 0; n < own.kWidth; ++n) other.x[n] = __shfl_down_sync(0xffffffffu, own.x[n], offset);
-    merge(own, other);
+    for (int n = 0; n < partial.kWidth; ++n) other.x[n] = __shfl_down_sync(0xffffffffu, partial.x[n], offset);
+    merge(partial, other);
   }
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = own;
+  if (threadIdx.x % kWarp == 0) warp_partials[threadIdx.x / kWarp] = partial;
   __syncthreads();
   if (threadIdx.x) return;
-  for (int warp = 1; warp < kWarps; ++warp) merge(own, of_warps[warp]);
+  for (int warp = 1; warp < kWarps; ++warp) merge(partial, warp_partials[warp]);
 #pragma unroll
-  for (int n = 0; n < own.kWidth; ++n) table[int64_t(blockIdx.x) * own.kWidth + n] = own.x[n];
+  for (int n = 0; n < partial.kWidth; ++n) table[int64_t(blockIdx.x) * partial.kWidth + n] = partial.x[n];
 }
 
 // Index of this thread's k-th token.
@@ -60,7 +60,7 @@ __device__ __forceinline__ int64_t token_index(int k) {
 
 // Set the count, and the moments of column m, from the values of this thread whose bit in `included` is set.
 template <typename S, int M, int N>
-__device__ void set_moments(Partial<M, N>& own, int m, const S (&values)[kPerThread], unsigned included) {
+__device__ void set_moments(Partial<M, N>& partial, int m, const S (&values)[kPerThread], unsigned included) {
   double count = 0, sum = 0, m2 = 0;
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
@@ -72,22 +72,22 @@ __device__ void set_moments(Partial<M, N>& own, int m, const S (&values)[kPerThr
     const double deviation = double(values[k]) - mean;
     if (included >> k & 1) m2 += deviation * deviation;
   }
-  own.x[0] = count;
-  own.x[1 + 2 * m] = mean;
-  own.x[2 + 2 * m] = m2;
+  partial.x[0] = count;
+  partial.x[1 + 2 * m] = mean;
+  partial.x[2 + 2 * m] = m2;
 }
 
 // Merge the rows of a table with one block.
 template <int M, int N>
 __global__ void merge_kernel(const double* table, int64_t rows, double* result) {
-  Partial<M, N> own{};
+  Partial<M, N> partial{};
   for (int64_t row = threadIdx.x; row < rows; row += kThreads) {
     Partial<M, N> other;
 #pragma unroll
-    for (int n = 0; n < own.kWidth; ++n) other.x[n] = table[row * own.kWidth + n];
-    merge(own, other);
+    for (int n = 0; n < partial.kWidth; ++n) other.x[n] = table[row * partial.kWidth + n];
+    merge(partial, other);
   }
-  write_block(own, result);
+  write_block(partial, result);
 }
 
 // Run a kernel that calls write_block for each block of tokens, and merge the rows that it writes.

@@ -68,9 +68,9 @@ Tensor softmax_statistics(const Tensor& logits, const Tensor& ids, int64_t start
     for (int64_t i = 0; i < rows; ++i) {
       const S* const row = data + i * logits.stride(0);
       const SoftmaxPart<double> part = softmax_row(row, vocab, S(1 / temperature));
-      const int64_t own = target[i] - start;
+      const int64_t local_id = target[i] - start;
       const double values[] = {
-          part.largest, part.sum, part.weighted, own >= 0 && own < vocab ? double(row[own]) : 0.0};
+          part.largest, part.sum, part.weighted, local_id >= 0 && local_id < vocab ? double(row[local_id]) : 0.0};
       std::copy(values, values + 4, out + 4 * i);
     }
   });

@@ -58,12 +58,12 @@ __device__ __forceinline__ S exponent(S z, S base, S factor) {
 // Return the maximum over the block to all threads.
 template <typename S>
 __device__ S block_max(S x) {
-  __shared__ S of_warps[kWarps];
+  __shared__ S warp_maxima[kWarps];
   for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmax(x, __shfl_down_sync(kAllLanes, x, offset));
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = x;
+  if (threadIdx.x % kWarp == 0) warp_maxima[threadIdx.x / kWarp] = x;
   __syncthreads();
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) x = fmax(x, of_warps[warp]);
+  for (int warp = 0; warp < kWarps; ++warp) x = fmax(x, warp_maxima[warp]);
   return x;
 }
 
@@ -73,15 +73,15 @@ struct Sums {
 
 // Return the sums of x and y over the block to thread 0. The order is fixed, so that results are reproducible.
 __device__ Sums block_sums(double x, double y) {
-  __shared__ Sums of_warps[kWarps];
+  __shared__ Sums warp_sums[kWarps];
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     x += __shfl_down_sync(kAllLanes, x, offset);
     y += __shfl_down_sync(kAllLanes, y, offset);
   }
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = {x, y};
+  if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = {x, y};
   __syncthreads();
   if (threadIdx.x == 0) {
-    for (int warp = 1; warp < kWarps; ++warp) x += of_warps[warp].x, y += of_warps[warp].y;
+    for (int warp = 1; warp < kWarps; ++warp) x += warp_sums[warp].x, y += warp_sums[warp].y;
   }
   return {x, y};
 }

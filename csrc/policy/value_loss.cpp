@@ -42,17 +42,17 @@ std::tuple<Tensor, Tensor> value_loss(
     }
 #endif
     const Tensor loss = at::empty_like(v), clipped = at::empty_like(v);
-    S *const losses = loss.mutable_data_ptr<S>(), *const flat = clipped.mutable_data_ptr<S>();
+    S *const losses = loss.mutable_data_ptr<S>(), *const clipped_flags = clipped.mutable_data_ptr<S>();
 #pragma omp simd
     for (int64_t i = 0; i < rows; ++i) {
       const auto token = value_loss_of(p.values[i], p.old_values[i], p.returns[i], p.weights[i], S(clip));
       losses[i] = token.loss;
       slope[i] = token.gradient;
-      flat[i] = token.clipped;
+      clipped_flags[i] = token.clipped;
     }
-    const Tensor of_returns = moments(target, weight), of_residuals = moments(target.sub(v), weight);
-    std::copy_n(of_returns.const_data_ptr<double>(), 3, sums);
-    std::copy_n(of_residuals.const_data_ptr<double>() + 1, 2, sums + 3);
+    const Tensor return_moments = moments(target, weight), residual_moments = moments(target.sub(v), weight);
+    std::copy_n(return_moments.const_data_ptr<double>(), 3, sums);
+    std::copy_n(residual_moments.const_data_ptr<double>() + 1, 2, sums + 3);
     sums[5] = loss.sum().item<double>();
     sums[6] = clipped.sum().item<double>();
   });

@@ -27,9 +27,9 @@ struct ValueToken {
 template <typename S>
 BRORL_HOST_DEVICE ValueToken<S> value_loss_of(S value, S old, S target, S weight, S clip) {
   const S low = old - clip, high = old + clip;
-  const S held = std::isinf(clip) ? value : (value < low ? low : (value <= high ? value : high));
-  const S gap = value - target, held_gap = held - target;
-  const S plain = gap * gap, bounded = held_gap * held_gap;
+  const S limited = std::isinf(clip) ? value : (value < low ? low : (value <= high ? value : high));
+  const S gap = value - target, limited_gap = limited - target;
+  const S plain = gap * gap, bounded = limited_gap * limited_gap;
   const bool counts = weight != 0, flat = bounded > plain || bounded != bounded;
   return {
       counts ? S(0.5) * weight * (flat ? bounded : plain) : S(0), counts && !flat ? weight * gap : S(0),

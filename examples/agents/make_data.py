@@ -68,8 +68,8 @@ def main():
             part: [make_row(*RANDOM.choice(chosen)) for _ in range(count)]
             for part, chosen, count in (("held_out", problems[:quarter], 300), ("train", problems[quarter:], 8000))
         }
-        for part, own in rows.items():
-            write(folder / f"{name}_{part}.jsonl", own)
+        for part, part_rows in rows.items():
+            write(folder / f"{name}_{part}.jsonl", part_rows)
         write(folder / f"{name}_turns.jsonl", [turn for row in rows["train"] for turn in turns(row)])
 
 

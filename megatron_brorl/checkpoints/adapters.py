@@ -41,8 +41,8 @@ def write_peft(tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig, base: st
     }
     (directory / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # The tensors of a weight stream are views of a bucket, and safetensors does not write views.
-    kept = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
-    save_file(kept, directory / PEFT_WEIGHTS, metadata={"format": "pt"})
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
+    save_file(copies, directory / PEFT_WEIGHTS, metadata={"format": "pt"})
 
 
 def saved_lora(directory: Path) -> LoraConfig | None:
@@ -73,7 +73,7 @@ class MergedCheckpoint:
         self._entry_of = {name: entry for entry in self.entries for name in entry.hf}
 
     def dtype(self, _entry: WeightEntry) -> torch.dtype:
-        """Return the type in which the run computed, which is that of all tensors."""
+        """Return the type in which the run computed: all tensors have it."""
         return self._dtype
 
     def read(self, entry: WeightEntry) -> list[Tensor]:

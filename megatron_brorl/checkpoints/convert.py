@@ -54,7 +54,7 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
 def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelShape, Path]:
     """Return a Megatron checkpoint, its shape, and the folder of config.json and tokenizer.
 
-    config: that folder, which is needed for checkpoints of a run. It must hold the base model of adapters. Raises
+    config: the latter folder; checkpoints of a run need it. It must hold the base model of adapters. Raises
     UserError if the checkpoint is missing or damaged, or if it does not match the model of config.json.
     """
     for path in filter(None, (directory, config)):
@@ -153,13 +153,13 @@ def verify(
 ) -> float:
     """Return the largest difference of float32 logits between two checkpoints of either format.
 
-    Each is computed by its own library, one model in memory at a time. Raises UserError if the difference exceeds
-    TOLERANCE. target: the final name of `second`, for the message. merged: `first`, if it holds only adapters. They are
-    then merged by the code that merges the weights of a run.
+    The library of each format computes its logits. One model is in memory at a time. Raises UserError if they differ by
+    more than TOLERANCE. target: the final name of `second`, for the message. merged: `first`, if it holds only
+    adapters, which the code of a run then merges.
     """
-    a, b = logits(first, shape, merged), logits(second, shape)
-    gap = float((a - b).abs().max())
-    limit = TOLERANCE * max(1.0, float(a.abs().max()))
+    first_logits, second_logits = logits(first, shape, merged), logits(second, shape)
+    gap = float((first_logits - second_logits).abs().max())
+    limit = TOLERANCE * max(1.0, float(first_logits.abs().max()))
     if not gap <= limit:
         where = target or second
         raise UserError(f"{where}: its logits differ from those of {first} by {gap:.2e}, more than {limit:.2e}")
@@ -193,8 +193,8 @@ def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: Me
     ops = backend("fused", cpu_bridge.default_device())
     actor = build_actor(shape, processes, torch.float32, ops, lora=merged.lora if merged else None).eval()
     if merged:
-        own = [entry.megatron for entry in merged.entries]
-        hugging_face.load(actor, shape, merged.base.directory, own)
+        adapter_names = [entry.megatron for entry in merged.entries]
+        hugging_face.load(actor, shape, merged.base.directory, adapter_names)
     with cpu_bridge.bridge():
         state = dist_checkpointing.load(ModelState("", actor).sharded(with_optimizer=False), str(directory))
         actor.load_state_dict(state["model"], strict=merged is None)
@@ -222,17 +222,17 @@ def _merge(actor: Actor, dtype: torch.dtype) -> None:
 
 def _bytes(source: Source, entries: list[WeightEntry]) -> int:
     """Return the size of all tensors of a checkpoint."""
-    return sum(source.dtype(e).itemsize * sum(math.prod(s) for s in e.hf_shapes) for e in entries)
+    return sum(source.dtype(entry).itemsize * sum(map(math.prod, entry.hf_shapes)) for entry in entries)
 
 
 def _set_dtype(path: Path, types: set[torch.dtype]) -> None:
-    """Write the dtype of the weights to config.json, which may state another one, for example after a run in fp32."""
+    """Write the dtype of the weights to config.json, which may state another dtype, for example after a run in fp32."""
     config = json.loads(path.read_text(encoding="utf-8"))
     stated = config.get("dtype") or config.get("torch_dtype")
-    names = {str(t).removeprefix("torch.") for t in types}
-    if len(names) == 1 and stated not in (None, *names):
+    dtype_names = {str(t).removeprefix("torch.") for t in types}
+    if len(dtype_names) == 1 and stated not in (None, *dtype_names):
         config.pop("torch_dtype", None)
-        config["dtype"] = names.pop()
+        config["dtype"] = dtype_names.pop()
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

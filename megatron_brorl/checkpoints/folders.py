@@ -2,7 +2,7 @@
 
     checkpoints/step_00000003/   a checkpoint; manifest.json has the SHA-256 of every other file
     checkpoints/latest           the name of the newest complete checkpoint
-    checkpoints/best             the name of the best one; on a second line the metric and its value: pass_at_1 0.6125
+    checkpoints/best             the name of the best checkpoint; then a line with metric and value: pass_at_1 0.6125
 
 Any other file there belongs to the user. Megatron loads a checkpoint with a flipped byte without an error, hence the
 manifest. run.json repeats `best`, because a run may be killed between writing a checkpoint and writing `best`.
@@ -56,8 +56,8 @@ def step_of(name: str) -> int | None:
 
 def by_step(root: Path) -> dict[int, Path]:
     """Return the folders that are named like checkpoints, by step."""
-    named = ((step_of(path.name), path) for path in root.glob("step_*") if path.is_dir() and not path.is_symlink())
-    return {step: path for step, path in named if step is not None}
+    folders = ((step_of(path.name), path) for path in root.glob("step_*") if path.is_dir() and not path.is_symlink())
+    return {step: path for step, path in folders if step is not None}
 
 
 def read_run(directory: Path) -> dict[str, Any]:
@@ -67,10 +67,10 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def repair(root: Path, step: int, keep: int) -> None:
     """Finish a save of this step that was killed after it had renamed its folder. Raises OSError."""
-    named = read_pointer(root / LATEST)
-    if named is None or named < step:
+    latest = read_pointer(root / LATEST)
+    if latest is None or latest < step:
         write_pointer(root / LATEST, name_of(step))
-    if named is None or named <= step:  # otherwise a later checkpoint exists
+    if latest is None or latest <= step:  # otherwise a later checkpoint exists
         rotate(root, step, keep)
     remove_unfinished(root)
 
@@ -88,7 +88,7 @@ def remove_unfinished(root: Path) -> None:
 
 
 def rotate(root: Path, step: int, keep: int) -> None:
-    """Delete all checkpoints up to `step` but the newest `keep` and the best one."""
+    """Delete all checkpoints up to `step` except the newest `keep` and the best one."""
     checkpoints = by_step(root)
     best = read_pointer(root / BEST)
     for old in sorted(s for s in checkpoints if s <= step)[:-keep]:
@@ -99,10 +99,10 @@ def rotate(root: Path, step: int, keep: int) -> None:
 def read_pointer(path: Path) -> int | None:
     """Return the step of the checkpoint that a pointer names, or None if it names none."""
     try:
-        first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        first_line = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     except OSError:
         return None
-    return step_of(first.strip())
+    return step_of(first_line.strip())
 
 
 def resolve(path: Path) -> Path:
@@ -143,11 +143,10 @@ def read_best(root: Path) -> Best | None:
 def best_so_far(root: Path, stored: Best | None, step: int, metric: str) -> Best | None:
     """Return the best checkpoint on the disk up to `step`, for a run that continues from there.
 
-    stored: in run.json of the checkpoint of that step. metric: checkpoints kept for another metric do not count.
+    stored: the best checkpoint in run.json of that step. metric: checkpoints kept for another metric do not count.
     """
-    candidates = [read_best(root), stored]
     on_disk = by_step(root)
-    valid = [b for b in candidates if b and b.metric == metric and b.step <= step and b.step in on_disk]
+    valid = [b for b in (read_best(root), stored) if b and b.metric == metric and b.step <= step and b.step in on_disk]
     return max(valid, key=lambda b: (b.value, -b.step), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face directories: each rank reads its part, and rank 0 writes the tensors that the weight sync yields."""
+"""Hugging Face directories: each rank reads its part, and rank 0 writes the tensors of the weight sync."""
 
 from __future__ import annotations
 
@@ -44,47 +44,47 @@ class Checkpoint:
         self.files: dict[str, Path] = {}  # by tensor
         self.types: dict[str, str] = {}  # by tensor, as in TYPES
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._parts: dict[str, tuple[str, int, slice]] = {}  # stored tensor, expert and rows, by tensor of an expert
+        self._slices: dict[str, tuple[str, int, slice]] = {}  # stored tensor, expert and rows, by tensor of an expert
         for name in _weight_files(directory):
             path = directory / name
             try:
                 with safe_open(path, framework="pt") as file:
                     for stored in file.keys():  # noqa: SIM118  it is not a dict
-                        part = file.get_slice(stored)
-                        for tensor, shape in self._split_experts(stored, tuple(part.get_shape())).items():
+                        lazy = file.get_slice(stored)
+                        for tensor, shape in self._split_experts(stored, tuple(lazy.get_shape())).items():
                             if tensor in self.files:
                                 raise UserError(
                                     f"{directory}: {tensor} is stored in both {self.files[tensor].name} and {name}; "
                                     "download the checkpoint again"
                                 )
                             self.files[tensor] = path
-                            self.types[tensor] = part.get_dtype()
+                            self.types[tensor] = lazy.get_dtype()
                             self.shapes[tensor] = shape
             except (OSError, SafetensorError) as e:
                 raise UserError(f"{path}: not a readable safetensors file: {shown(e)}") from None
 
     def _split_experts(self, stored: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors in a stored one: those of each expert if it has all experts of a layer.
+        """Return the shapes of the tensors in a stored tensor: one per expert and weight if it has a layer's experts.
 
-        transformers 5 writes [experts, 2 x ffn, hidden] and [experts, hidden, ffn] if it does not convert them back.
+        transformers 5 writes [experts, 2 x ffn, hidden] and [experts, hidden, ffn] unless it converts them back.
         """
         before, _, kind = stored.rpartition(".experts.")
         names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
         if not names or len(shape) != 3:
             return {stored: shape}
         rows = shape[1] // len(names)
-        parts = {
+        slices = {
             f"{before}.experts.{expert}.{name}.weight": (stored, expert, slice(i * rows, (i + 1) * rows))
             for expert, (i, name) in product(range(shape[0]), enumerate(names))
         }
-        self._parts |= parts
-        return dict.fromkeys(parts, (rows, shape[2]))
+        self._slices |= slices
+        return dict.fromkeys(slices, (rows, shape[2]))
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in its stored type."""
         with safe_open(self.files[name], framework="pt") as file:
-            stored, *part = self._parts.get(name, (name,))
-            return file.get_slice(stored)[tuple(part)] if part else file.get_tensor(name)
+            stored, *expert_and_rows = self._slices.get(name, (name,))
+            return file.get_slice(stored)[tuple(expert_and_rows)] if expert_and_rows else file.get_tensor(name)
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise UserError unless the files hold these tensors, unquantized; an LM head may be stored in addition."""
@@ -109,7 +109,8 @@ class Checkpoint:
         if not shape.tied or HEAD not in self.files:
             return
         entry = names.entries(shape, pp_size=1)[0]
-        embedding, head = (self.read(e)[0] for e in (entry, replace(entry, hf=(HEAD,))))
+        (embedding,) = self.read(entry)
+        (head,) = self.read(replace(entry, hf=(HEAD,)))
         common = torch.promote_types(embedding.dtype, head.dtype)
         if not torch.equal(embedding.to(common), head.to(common)):
             raise UserError(
@@ -186,7 +187,7 @@ def load(
 ) -> dict[str, Tensor]:
     """Fill this rank's stage, a models.gpt.Actor, from a Hugging Face directory, converting to the parameters' dtype.
 
-    own: parameters that no Hugging Face directory has, which are not changed. keep: return this rank's part of each
+    own: parameters that no Hugging Face directory has; they stay unchanged. keep: return this rank's part of each
     tensor in the dtype of the file, by the module's own parameter names. Raises UserError if the directory does not
     have the model of its config.json.
     """
@@ -205,11 +206,11 @@ def load(
             if entry.layout == "vocab" and shape.tied and "output_layer.weight" in parameters:
                 targets.append(parameters.pop("output_layer.weight"))  # the last stage's copy of a tied embedding
             if targets:
-                part = to_local(entry, checkpoint.read(entry), shape.kv_heads, grid.tp_rank, grid.tp_size)
+                weight = to_local(entry, checkpoint.read(entry), shape.kv_heads, grid.tp_rank, grid.tp_size)
                 for target in targets:
-                    target.copy_(part)
+                    target.copy_(weight)
                     if keep:
-                        kept[local_names[id(target)]] = part.to(target.device).contiguous()  # Megatron takes views
+                        kept[local_names[id(target)]] = weight.to(target.device).contiguous()  # Megatron takes views
 
     if parameters:
         raise AssertionError(f"parameters without a Hugging Face name: {sorted(parameters)}")
@@ -221,8 +222,8 @@ def save(
 ) -> bool:
     """Write a Hugging Face directory with config.json and tokenizer of `source`, and return whether weights differ.
 
-    The files are written to a temporary directory, which is then renamed. tensors: exactly those of `source`. dtype:
-    torch's name of their type ("float32"), in which they are also compared with those of `source`. card: the text of
+    The files are written to a temporary directory, which is then renamed. tensors: named as in `source`. dtype:
+    torch's name of their type ("float32"), in which they are compared with those of `source`. card: the text of
     README.md, which is not copied from `source`. Raises ValueError if a tensor is missing or unknown.
     """
     source = Path(source)
@@ -255,18 +256,18 @@ def save(
 def copy_companions(source: Path, target: Path) -> None:
     """Copy config.json, the tokenizer and the other small files next to the weights."""
     for path in sorted(source.iterdir()):
-        wanted = path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not path.name.endswith(".index.json")
-        if wanted and path.is_file():
+        is_small = path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not path.name.endswith(".index.json")
+        if is_small and path.is_file():
             shutil.copy2(path, target / path.name)
-    if (named := source / "additional_chat_templates").is_dir():
-        shutil.copytree(named, target / named.name, dirs_exist_ok=True)
+    if (templates := source / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, target / templates.name, dirs_exist_ok=True)
 
 
 def add_generation_files(source: Path, target: Path) -> None:
     """Write to `target`, a copy of `source`, the files that let transformers read it and stop as the trainer does.
 
     These are tokenizer.json for a sentencepiece model, and a generation_config.json with all ids that end a response,
-    unless that of `source` has them. Prints a warning on stderr if the tokenizer cannot be loaded.
+    unless the file of `source` has them. Prints a warning on stderr if the tokenizer cannot be loaded.
     """
     write_tokenizer_json(source, target)
     if not any((source / name).is_file() for name in TOKENIZERS):
@@ -317,11 +318,11 @@ def replace_directory(aside: Path, target: Path) -> None:
             with path.open("rb") as f:
                 os.fsync(f.fileno())
     if target.exists():
-        old = target.with_name(f".{target.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
+        replaced = target.with_name(f".{target.name}.old")
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
         aside.rename(target)
-        shutil.rmtree(old)
+        shutil.rmtree(replaced)
     else:
         aside.rename(target)
     parent = os.open(target.parent, os.O_RDONLY)

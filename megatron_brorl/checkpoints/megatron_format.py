@@ -65,8 +65,8 @@ def write(
 ) -> Iterator[WeightEntry]:
     """Write a checkpoint for tensor x pipeline ranks (the stages are those of `entries`), one file for each rank.
 
-    dtype(entry) returns the type of an entry's tensors, read(entry) the full tensors in Hugging Face shapes; each is
-    read once. Yields every entry when it is written; the checkpoint is complete when the iterator ends. Raises
+    dtype(entry) returns the type of an entry's tensors. read(entry), which is called once, returns the full
+    tensors in Hugging Face shapes. Yields every entry when it is written; the checkpoint is complete at the end. Raises
     UserError if layers differ in type.
     """
     tensors: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def write(
             empty = io.BytesIO()
             torch.save([None], empty)
             tensors[key] = BytesStorageMetadata()
-            put(0, MetadataIndex(key), empty)
+            put(rank=0, index=MetadataIndex(key), data=empty)
 
         for entry in entries:
             key, _ = _key(entry)
@@ -109,9 +109,8 @@ def write(
             full = read(entry)
             for rank in range(1 if entry.layout == "whole" else tensor):
                 for offsets, data in _chunks(entry, full, shape, rank, tensor):
-                    chunk = ChunkStorageMetadata(torch.Size(offsets), data.shape)
-                    index = MetadataIndex(key, chunk.offsets, len(meta.chunks))
-                    meta.chunks.append(chunk)
+                    index = MetadataIndex(key, torch.Size(offsets), len(meta.chunks))
+                    meta.chunks.append(ChunkStorageMetadata(torch.Size(offsets), data.shape))
                     put(entry.stage * tensor + rank, index, data)
             del full
             yield entry
@@ -145,8 +144,8 @@ def _key(entry: WeightEntry) -> tuple[str, tuple[int, ...]]:
     layer = int(parts.pop(2))
     if entry.expert is None:
         return ".".join(parts), (layer,)
-    at = parts.index("local_experts")
-    return ".".join((*parts[:at], "experts", *parts[at + 2 :])), (layer, entry.expert)
+    i = parts.index("local_experts")
+    return ".".join((*parts[:i], "experts", *parts[i + 2 :])), (layer, entry.expert)
 
 
 def _global_shape(entry: WeightEntry, shape: ModelShape, tensor: int) -> tuple[int, ...]:
@@ -168,9 +167,9 @@ def _chunks(
         if entry.layout == "gate_up":
             offsets[0] = (number * size + rank) * len(piece)
         elif entry.layout != "whole":
-            along = 1 if entry.layout == "columns" else 0
-            offsets[along] = rank * piece.shape[along]
-        yield (*place, *offsets), piece[(None,) * len(place)]
+            dim = 1 if entry.layout == "columns" else 0
+            offsets[dim] = rank * piece.shape[dim]
+        yield (*place, *offsets), piece[(None,) * len(place)]  # layer and expert become dimensions of size 1
 
 
 class MegatronCheckpoint:
@@ -221,15 +220,15 @@ class MegatronCheckpoint:
         """Return the full tensors of an entry in Hugging Face shapes. Raises UserError if a file is damaged."""
         key, place = _key(entry)
         meta = self._tensors[key]
-        own = meta.size[len(place) :]
-        size = [*(1 for _ in place), *own]
-        offsets = [*place, *(0 for _ in own)]
+        entry_size = meta.size[len(place) :]
+        size = [*(1 for _ in place), *entry_size]
+        offsets = [*place, *(0 for _ in entry_size)]
         if entry.layout == "vocab":
             size[0] = self.shape.vocab  # without the padding
 
         target = torch.empty(size, dtype=meta.properties.dtype)
-        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
-        items = create_read_items_for_chunk_list(key, meta, [wanted])
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
+        items = create_read_items_for_chunk_list(key, meta, [chunk])
         # A gap would leave uninitialised memory among the weights.
         if sum(item.lengths.numel() for item in items) != target.numel():
             raise UserError(f"{self.directory}: {METADATA} lists chunks of {key} that do not cover the whole tensor")
@@ -237,8 +236,8 @@ class MegatronCheckpoint:
         try:
             self._reader.read_data(LoadPlan(items), _ReadInto(target)).wait()
         except Exception as e:  # torch.load of damaged bytes may raise anything
-            what = str(e).splitlines()[0] if str(e) else type(e).__name__
-            raise UserError(f"{self.directory}: {key} cannot be read, a file is missing or damaged: {what}") from None
+            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            raise UserError(f"{self.directory}: {key} cannot be read, a file is missing or damaged: {reason}") from None
 
         return to_hf(entry, [target.view(size[len(place) :])], self.shape.kv_heads)
 

@@ -67,17 +67,17 @@ No held-out prompts were evaluated in this run.
 class InitialModel:
     """The model that training started from."""
 
-    name: str  # the name on the hub, or that of the folder or run
+    name: str  # the name on the hub, or the name of the folder or run
     hub: str  # its name on the hub, or ""
     licence: Mapping[str, str]  # the entries of its model card under _LICENCE_KEYS
 
     @classmethod
     def of(cls, path: str, directory: Path) -> InitialModel:
         """Return the description of the model in `directory`. path: model.path, as the user wrote it."""
-        own = _metadata(directory / CARD)
-        named = path if _HUB_NAME.fullmatch(path) and not Path(path).exists() else own.get("base_model")
-        hub = named if isinstance(named, str) and _HUB_NAME.fullmatch(named) else ""
-        licence = {key: own[key] for key in _LICENCE_KEYS if isinstance(own.get(key), str)}
+        card = _metadata(directory / CARD)
+        hub_name = path if _HUB_NAME.fullmatch(path) and not Path(path).exists() else card.get("base_model")
+        hub = hub_name if isinstance(hub_name, str) and _HUB_NAME.fullmatch(hub_name) else ""
+        licence = {key: card[key] for key in _LICENCE_KEYS if isinstance(card.get(key), str)}
         folder = Path(path).absolute()
         folder = folder.parent if folder.name == "model" else folder  # run.dir/model is named after the run
         return cls(path if path == hub else folder.name, hub, licence if "license" in licence else {})
@@ -131,20 +131,20 @@ def model_card(t: TrainingFacts) -> str:
 
 def _metrics(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[Sequence[str]]:
     """Return the table of both evaluations; one of them may be missing."""
-    both = before, after
-    known = [each for each in both if each]
-    rows = [("", "before", "after"), ("pass@1 (95% interval)", *(_interval(each, "pass_at_1") for each in both))]
-    for k in sorted(known[-1]["pass_at_k"], key=int):
+    evaluations = before, after
+    present = [e for e in evaluations if e]
+    rows = [("", "before", "after"), ("pass@1 (95% interval)", *(_interval(e, "pass_at_1") for e in evaluations))]
+    for k in sorted(present[-1]["pass_at_k"], key=int):
         if int(k) > 1:
-            rows.append((f"pass@{k}", *(f"{each['pass_at_k'][k]:.4f}" if each else "-" for each in both)))
-    if any(each["mean_reward"]["mean"] != each["pass_at_1"]["mean"] for each in known):
-        rows.append(("mean reward (95% interval)", *(_interval(each, "mean_reward") for each in both)))
+            rows.append((f"pass@{k}", *(f"{e['pass_at_k'][k]:.4f}" if e else "-" for e in evaluations)))
+    if any(e["mean_reward"]["mean"] != e["pass_at_1"]["mean"] for e in present):
+        rows.append(("mean reward (95% interval)", *(_interval(e, "mean_reward") for e in evaluations)))
     return list(rows)
 
 
 def _interval(evaluation: Mapping[str, Any] | None, metric: str) -> str:
-    p = evaluation[metric] if evaluation else None
-    return f"{p['mean']:.4f} ({p['low']:.4f} to {p['high']:.4f})" if p else "-"
+    estimate = evaluation[metric] if evaluation else None
+    return f"{estimate['mean']:.4f} ({estimate['low']:.4f} to {estimate['high']:.4f})" if estimate else "-"
 
 
 def _code(name: str) -> str:

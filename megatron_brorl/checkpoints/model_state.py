@@ -43,7 +43,7 @@ class ModelState:
         return f"{self.name}." if self.name else ""
 
     def sharded(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
-        """Return Megatron's sharded state. An optimizer that has not stepped has none."""
+        """Return Megatron's sharded state. An optimizer that has not stepped has no state."""
         model: dict[str, Any] = self.module.sharded_state_dict(prefix=self.prefix)
         if self._has_adapters():  # The other weights are frozen.
             trained = [self.prefix + name for name, p in self.module.named_parameters() if p.requires_grad]
@@ -56,14 +56,14 @@ class ModelState:
             return {"model": model, "optimizer": _distributed_state(self.optimizer, model, self.prefix, loading)}
         first, *experts = (x.sharded_state_dict(model, is_loading=loading) for x in self.optimizer.chained_optimizers)
         # Megatron would prefix the names of all tensors if there are two optimizers, which depends on the layout. Only
-        # the tensors of the second one are stored, under the names that they have with a single optimizer.
+        # tensors of the second optimizer are stored, under the names that they have with a single optimizer.
         return {"model": model, "optimizer": first} | ({_EXPERTS: _tensors(*experts)} if experts else {})
 
     def _has_adapters(self) -> bool:
         return any(isinstance(module, Adapters) for module in self.module.modules())
 
     def restore(self, state: dict[str, Any], directory: Path) -> None:
-        """Load what `sharded` returned and Megatron filled. Without a saved state, the optimizer copies the weights.
+        """Load the state from `sharded` that Megatron filled. Without a saved state, the optimizer copies the weights.
 
         directory: for error messages.
         """
@@ -77,8 +77,8 @@ class ModelState:
             _restore_distributed(self.optimizer, state["optimizer"], directory)
         elif "optimizer" in state:
             first, *experts = self.optimizer.chained_optimizers
-            for part in experts:
-                part.load_state_dict(_complete(state[_EXPERTS], part, state["optimizer"]))
+            for optimizer in experts:
+                optimizer.load_state_dict(_complete(state[_EXPERTS], optimizer, state["optimizer"]))
             first.load_state_dict(state["optimizer"])
         else:
             self.optimizer.reload_model_params()
@@ -142,7 +142,7 @@ def _restore_distributed(optimizer: Any, state: dict[str, Any], directory: Path)
 def initialise(optimizer: Any) -> None:
     """Allocate the state of an optimizer that has not stepped: zeros, as Adam would in its first step.
 
-    Megatron needs it for loading. Saving it before the first step also saves the float32 masters, which cannot be
+    Megatron needs the state to load. Saving it before the first step also saves the float32 masters, which cannot be
     recomputed from rounded weights.
     """
     for part in optimizer.chained_optimizers:
@@ -171,7 +171,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _complete(state: dict[str, Any], optimizer: Any, first: dict[str, Any]) -> dict[str, Any]:
-    """Return what `_tensors` returned with the optimizer's settings and the step count in the state `first`."""
+    """Return the result of `_tensors` with the optimizer's settings and the step count in the state `first`."""
     inner, shared = _of_torch(state), _of_torch(first)
     inner["param_groups"] = optimizer.optimizer.state_dict()["param_groups"]
     # Megatron stores the step count of torch's Adam once. Transformer Engine's Adam has one in each group.

@@ -36,14 +36,14 @@ def distribution_shift(
     kl = []
     gap = []
     agrees = []
-    for a, b, ids in zip(original, quantized, targets, strict=True):
-        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    for original_logits, quantized_logits, ids in zip(original, quantized, targets, strict=True):
+        p, q = (logits.double().log_softmax(-1) for logits in (original_logits, quantized_logits))
         kl.append((p.exp() * (p - q)).sum(-1))
         gap.append((p - q).gather(-1, ids[:, None])[:, 0].abs())
-        agrees.append((a.argmax(-1) == b.argmax(-1)).double())
-    every = torch.cat(kl)
-    mean, gap_mean, top = (float(torch.cat(x).mean()) for x in (kl, gap, agrees))
-    return DistributionShift(len(every), mean, float(every.max()), gap_mean, top)
+        agrees.append((original_logits.argmax(-1) == quantized_logits.argmax(-1)).double())
+    all_kl = torch.cat(kl)
+    kl_mean, gap_mean, top_agrees = (float(torch.cat(x).mean()) for x in (kl, gap, agrees))
+    return DistributionShift(len(all_kl), kl_mean, float(all_kl.max()), gap_mean, top_agrees)
 
 
 def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> DistributionShift:

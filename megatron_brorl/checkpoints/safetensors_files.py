@@ -23,7 +23,7 @@ Layout = Mapping[str, ShapeAndType]  # by tensor name, in the order of the files
 def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path) -> None:
     """Write exactly the tensors of `layout` to `directory`, as one file or as several with an index.
 
-    A file has at most MAX_SHARD_BYTES of tensors, or one tensor. A tensor is written when it arrives, so none is kept.
+    A file has at most MAX_SHARD_BYTES of tensors, or one tensor. A tensor is written when it arrives, and then freed.
     Raises ValueError if a tensor is missing, unknown, sent twice or of another shape or type.
     """
     split = split_state_dict_into_shards_factory(
@@ -62,12 +62,12 @@ def _create(path: Path, layout: Layout) -> dict[str, int]:
     names = {dtype: name for name, dtype in TYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, (shape, dtype) in sorted(layout.items(), key=lambda item: -item[1][1].itemsize):  # keeps them aligned
+    for name, (shape, dtype) in sorted(layout.items(), key=lambda item: -item[1][1].itemsize):  # widest first: aligned
         end = offset + _bytes((shape, dtype))
         header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": (offset, end)}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # The tensors begin at a multiple of 8 bytes.
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in layout}
 

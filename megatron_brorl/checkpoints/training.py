@@ -67,7 +67,7 @@ class Save:
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write and verify this rank's files, and on rank 0 put the checkpoint in place; a collective.
 
-        Disk errors are kept for `raise_if_failed`. group: of all ranks; not the run's own while the run continues.
+        Disk errors are kept for `raise_if_failed`. group: of all ranks; the run's own only if the run waits.
         """
         digests: dict[str, str] = {}
         results: list[Any] = []
@@ -82,7 +82,7 @@ class Save:
         complete = not any(errors)
         if complete:
             with self.catch():
-                self._complete({name: digest for of_rank in digests_of for name, digest in of_rank.items()}, results_of)
+                self._complete({name: digest for by_name in digests_of for name, digest in by_name.items()}, results_of)
         if self.error or not complete:
             shutil.rmtree(self.aside, ignore_errors=True)
 
@@ -139,11 +139,11 @@ def begin(
     # Create the folder before any rank allocates memory for a copy.
     save = Save(root / folders.name_of(step), step, keep, dict(files))
     if dist.get_rank() == 0:
-        known = {**run, STEP: step, STEPPED: stepped, LAYOUT: _optimizer_layout(models)}
-        save.files[RUN] = json.dumps(known, indent=1).encode()
+        content = {**run, STEP: step, STEPPED: stepped, LAYOUT: _optimizer_layout(models)}
+        save.files[RUN] = json.dumps(content, indent=1).encode()
         with save.catch():
             root.mkdir(parents=True, exist_ok=True)
-            folders.remove_unfinished(root)  # a killed save may have left this folder
+            folders.remove_unfinished(root)  # a killed save may have left save.aside
             save.aside.mkdir()
     save.raise_if_failed()
 
@@ -152,13 +152,13 @@ def begin(
     return save
 
 
-def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+def _gather(local: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     """Return the objects of all ranks on rank 0, and None on the others."""
     world = dist.get_world_size(group)
     if world == 1:
-        return [own]
+        return [local]
     objects: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
-    dist.gather_object(own, objects, dst=0, group=group)
+    dist.gather_object(local, objects, dst=0, group=group)
     return objects
 
 
@@ -210,7 +210,7 @@ class BackgroundSaver:
         return save
 
     def wait_on_error(self, warn: Callable[[str], None]) -> None:
-        """Wait when the run ends by an error, without collectives and exceptions. Failures go to `warn`."""
+        """Wait after an error has ended the run, without collectives and exceptions. Failures go to `warn`."""
         if self._save is None:
             return
         self._thread.join()
@@ -240,13 +240,13 @@ def find(root: Path) -> Path | None:
     pointer = root / LATEST
     steps = list(folders.by_step(root))
     if pointer.is_file():
-        named = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        pointed = folders.step_of(named)
-        if pointed is None:
+        name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        latest = folders.step_of(name)
+        if latest is None:
             raise UserError(
-                f"{pointer}: contains {named!r}, which is not the name of a checkpoint; delete it to continue"
+                f"{pointer}: contains {name!r}, which is not the name of a checkpoint; delete it to continue"
             )
-        steps.append(pointed)
+        steps.append(latest)
     if not steps:
         return None
 
@@ -267,27 +267,28 @@ def load(directory: Path, models: Sequence[ModelState]) -> None:
     """
     run = read_run(directory)
     stepped = run[STEPPED]
-    saved = run.get(LAYOUT)
-    now = _optimizer_layout(models)
-    if stepped and saved != now:
+    saved_layout = run.get(LAYOUT)
+    own_layout = _optimizer_layout(models)
+    if stepped and saved_layout != own_layout:
         raise UserError(
-            f"{directory}: its optimizer state was saved with {_describe(saved)} and this run has {_describe(now)}; "
-            "use the saved settings, or convert its weights (brorl convert to-hf) and start a new run from them"
+            f"{directory}: its optimizer state was saved with {_describe(saved_layout)} and this run has "
+            f"{_describe(own_layout)}; use the saved settings, or convert its weights (brorl convert to-hf) "
+            "and start a new run from them"
         )
     with cpu_bridge.bridge():
-        before = logging.root.manager.disable
+        disabled_level = logging.root.manager.disable
         logging.disable(logging.WARNING)  # torch logs the traceback of an error before it raises the error
         try:
             state = dist_checkpointing.load(_states(models, stepped, loading=True), str(directory))
         except (CheckpointException, CheckpointingException, pickle.UnpicklingError, EOFError) as e:
             # torch's message has a traceback per rank, which ends with the reason.
-            why = str(e).rstrip().rpartition("\n")[2]
-            number = re.search(r"\[Errno (\d+)\]", why)
+            reason = str(e).rstrip().rpartition("\n")[2]
+            number = re.search(r"\[Errno (\d+)\]", reason)
             disk_failed = number and int(number[1]) != errno.ENOENT
             remedy = "fix that and run the command again" if disk_failed else "the checkpoint is damaged: delete it"
-            raise UserError(f"{directory}: {why}; {remedy}") from None
+            raise UserError(f"{directory}: {reason}; {remedy}") from None
         finally:
-            logging.disable(before)
+            logging.disable(disabled_level)
         for model in models:
             model.restore(state[model.name] if model.name else state, directory)
 
@@ -314,6 +315,6 @@ def _states(models: Sequence[ModelState], stepped: Sequence[str], loading: bool 
     """Return the actor's state, and those of the other models under their names."""
     states: dict[str, Any] = {}
     for model in models:
-        own = model.sharded(model.name in stepped, loading)
-        states |= {model.name: own} if model.name else own
+        state = model.sharded(model.name in stepped, loading)
+        states |= {model.name: state} if model.name else state
     return states

@@ -1,7 +1,7 @@
 """Write Megatron's distributed format in two stages: planning uses collectives, writing accesses only the disk.
 
 The second stage may run in another thread, on a copy of the state. Megatron's own writer forks a process per file and
-waits forever if one is killed. An error of one rank between two of its collectives leaves the other ranks waiting.
+waits forever if a process is killed. If one rank fails between two of its collectives, the other ranks wait forever.
 Every file is synced, read back and compared with the bytes written, by SHA-256.
 """
 

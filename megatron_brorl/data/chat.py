@@ -57,10 +57,10 @@ def check_conversation(prompt: Sequence[Any], where: str) -> tuple[list[Message]
     After the last message of the user, turns of the assistant alternate with one or more results of tools.
     """
     messages = [_check_message(raw, f"{where}: prompt[{i}]") for i, raw in enumerate(prompt)]
-    roles = "".join(message["role"][0] for message in messages)
+    roles = "".join(message["role"][0] for message in messages)  # first letters: s, u, a, t
     end = roles.rfind("u") + 1
-    if (late := roles.rfind("s")) > 0:
-        raise UserError(f"{where}: prompt[{late}]: a system message may only come first")
+    if (misplaced := roles.rfind("s")) > 0:
+        raise UserError(f"{where}: prompt[{misplaced}]: a system message may only come first")
     if not end or not messages[end - 1]["content"].strip():
         raise UserError(f"{where}: prompt must be a string or a list with a message of the user that is not empty")
     if not re.fullmatch("(a(t+a)*)?", roles[end:]):
@@ -92,11 +92,11 @@ def _check_calls(raw: Any, name: str) -> list[dict[str, Any]]:
     calls = []
     try:
         for function in (call["function"] for call in raw):
-            called, arguments = function["name"], function["arguments"]
-            if not isinstance(called, str):
+            function_name, arguments = function["name"], function["arguments"]
+            if not isinstance(function_name, str):
                 raise TypeError
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            calls.append({"type": "function", "function": {"name": called, "arguments": {**arguments}}})
+            calls.append({"type": "function", "function": {"name": function_name, "arguments": {**arguments}}})
     except (KeyError, TypeError, ValueError, RecursionError):
         form = '{"function": {"name": "...", "arguments": {...}}}'
         raise UserError(f"{name} must be a list of {form}; arguments may be a string with a JSON object") from None
@@ -131,7 +131,7 @@ def date_variables(template: str, date: datetime.date) -> dict[str, Any]:
 
 
 def plain_ids(messages: Sequence[Message], encode: Callable[[str], list[int]], eos_id: int) -> list[int]:
-    """Return the ids of messages without a chat template: results of tools in tags, and the text of others.
+    """Return the ids of messages without a chat template: results of tools in tags, and all other texts as they are.
 
     A turn of the assistant ends with </call> or with the EOS token.
     """

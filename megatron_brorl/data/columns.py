@@ -25,7 +25,7 @@ _ANSWERS += ("reward_model.ground_truth", "label")
 
 
 def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a row with this project's keys and "task", and the columns that are not read as a whole.
+    """Return a row with this project's keys and "task", and the columns that no key takes as a whole.
 
     If data.columns names no column, the row keeps all of its keys, and no column is left. Finite numbers as answer,
     target, id or task become text. Raises UserError if a named column or a match of answer_regex is missing.
@@ -36,7 +36,7 @@ def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tupl
     for key in (*KEYS, "task") if is_mapped else ():
         name = getattr(columns, key, "")  # identifiers, verifiers and metadata cannot be renamed
         value = _find(raw, name or key)
-        # A named column must be in every row, although it may be null. Others may be missing.
+        # A named column must be in every row, although it may be null. Unnamed columns may be missing.
         if name and value is _MISSING:
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
         # An unnamed column may have the name of a key by chance: only a text or a number can be an answer.
@@ -90,10 +90,10 @@ def guess_columns(path: Path, named: Mapping[str, str]) -> Guess:
         answer = ""
 
     columns = {"prompt": prompt, **({"answer": answer} if answer else {}), **named}
-    left = {} if prompt == UNKNOWN else map_columns(row, ColumnsConfig(**columns), where)[1]
-    others = [name for name, value in left.items() if value is not None]
+    unread = {} if prompt == UNKNOWN else map_columns(row, ColumnsConfig(**columns), where)[1]
+    others = [name for name, value in unread.items() if value is not None]
     if not others and columns.items() <= {("prompt", "prompt"), ("answer", "answer")}:
-        columns = {}
+        columns = {}  # The file has this project's keys.
     elif re.search("#### .", str(row.get(answer))):  # GSM8K
         columns["answer_regex"] = "#### (.+)"
     # A last message of the assistant is the answer.

@@ -22,7 +22,7 @@ from megatron_brorl.rewards.verifiers import gym
 from megatron_brorl.types import Prompt
 
 VERIFIER = "reasoning_gym"
-_MAX_DRAWS = 1000
+_MAX_DRAWS = 1000  # for one prompt, until its question is not excluded
 _CHECKED = 64  # prompts that are encoded and decoded as a check
 
 
@@ -49,7 +49,7 @@ class GeneratedPrompts:
         return {item.question: self._prompt(i, item) for i, item in enumerate(self._mixture.distinct(count))}
 
     def examples(self) -> list[tuple[str, tuple[str, str]]]:
-        """Return the first items of the stream: where each is from, and its question and answer without a template."""
+        """Return the first items of the stream: the origin, and the question and answer without a template."""
         items = [self._mixture.item(i) for i in range(_CHECKED)]
         return [(item.where, (item.question, item.entry["answer"])) for item in items]
 
@@ -95,7 +95,6 @@ class _Item(NamedTuple):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata that the verifier needs."""
         config = {"config": self.task.config} if self.task.config else {}
         return {"source_dataset": self.task.name, "entry": self.entry, **config}
 
@@ -106,14 +105,14 @@ class _Mixture:
     def __init__(self, tasks: Sequence[TaskConfig], seed: int) -> None:
         self._seed = seed
         self._tasks = [_Task(task, f"data.tasks[{i}]", hash_int(seed, "task", i)) for i, task in enumerate(tasks)]
-        self._until = list(itertools.accumulate(task.weight for task in tasks))
+        self._weight_sums = list(itertools.accumulate(task.weight for task in tasks))
 
     def item(self, index: int, excluded: Container[str] = frozenset()) -> _Item:
         """Return the first draw for an index whose question is not excluded."""
         for draw in range(_MAX_DRAWS):
-            point = hash_int(self._seed, "pick", index, draw) / 2**48 * self._until[-1]
-            task = next(task for task, until in zip(self._tasks, self._until, strict=True) if point < until)
-            # The first draw is the item of that number. Others are random.
+            point = hash_int(self._seed, "pick", index, draw) / 2**48 * self._weight_sums[-1]  # hash_int has 48 bits
+            task = next(task for task, end in zip(self._tasks, self._weight_sums, strict=True) if point < end)
+            # The first draw is the item with the number `index`. Later draws are random items.
             number = index if draw == 0 else hash_int(self._seed, "item", index, draw) >> 8
             question, entry = task.item(number)
             if question not in excluded:

@@ -37,7 +37,7 @@ class Job:
     inputs: Sequence[Path]
     out: Path
     verifier: str = ""  # replaces the verifier of the data set, unless empty
-    instruction: str | None = None  # text after a problem; None: the instruction of its verifier
+    instruction: str | None = None  # text after a problem; None: that of INSTRUCTIONS for its verifier
     tokenizer: Tokenizer | None = None
     max_prompt_tokens: int = 0  # limit for the problem with its instruction; 0: no limit
     evaluations: Sequence[tuple[str, Path]] = ()  # (name of the set, file) to decontaminate against
@@ -71,14 +71,14 @@ class Contamination:
 
     def add(self, text: str, where: str) -> None:
         """Add an evaluation problem."""
-        for part in self._parts(text):
-            self._first_row.setdefault(part, where)
+        for key in self._keys(text):
+            self._first_row.setdefault(key, where)
 
     def find(self, text: str) -> str:
         """Return the first evaluation row that shares an n-gram with the text, and the n-gram; "" if there is none."""
-        return next((f"{self._first_row[part]}: {part}" for part in self._parts(text) if part in self._first_row), "")
+        return next((f"{self._first_row[key]}: {key}" for key in self._keys(text) if key in self._first_row), "")
 
-    def _parts(self, text: str) -> list[str]:
+    def _keys(self, text: str) -> list[str]:
         words = re.findall(r"\w+", normalized(text))
         grams = [" ".join(words[i : i + self._n]) for i in range(len(words) - self._n + 1)]
         return grams or [f"= {normalized(text)}"]
@@ -98,7 +98,7 @@ def prepare(job: Job) -> Counts:
     contamination = _contamination(job.evaluations)
     answers: dict[bytes, str] = {}  # digest of a problem -> digest of its first answer
     ids: set[str] = set()
-    first = ""
+    first_reason = ""
     with _open(job.out) as out, _open(job.dropped) as dropped:
         for path, where, raw in _rows(job.inputs):
             counts.read[path] += 1
@@ -110,9 +110,10 @@ def prepare(job: Job) -> Counts:
                 check_row(row, where, row["id"])
                 _check(row, job, problem, contamination, answers, ids)
             except (Unusable, UserError) as e:
-                reason, _, detail = ("refused: " * isinstance(e, UserError) + str(e)).partition(": ")
+                message = f"refused: {e}" if isinstance(e, UserError) else str(e)
+                reason, _, detail = message.partition(": ")
                 counts.dropped[reason] += 1
-                first = first or f"; the first: {detail or reason}"
+                first_reason = first_reason or f"; the first: {detail or reason}"
                 line = {"where": where, "reason": reason, "detail": detail, "problem": problem[:_SHOWN]}
                 dropped.write(json.dumps(line, ensure_ascii=False) + "\n")
                 continue
@@ -120,10 +121,10 @@ def prepare(job: Job) -> Counts:
             counts.letters += row.get("verifier") == "math" and has_letters(given_answer(row["answer"], math.same)[0])
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
         if not counts.kept:
-            why = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.most_common()) or "no rows"
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.most_common()) or "no rows"
             hint = f"is it a file of the set {job.name!r}?" if job.data_set.hub else "check --prompt and --answer"
             hint = f"; {hint}" if counts.dropped["refused"] else ""
-            raise UserError(f"{job.inputs[0]}: no row is left ({why}){first}{hint}")
+            raise UserError(f"{job.inputs[0]}: no row is left ({reasons}){first_reason}{hint}")
     write_text(job.card, _card(job, counts))
     return counts
 

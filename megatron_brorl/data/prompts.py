@@ -74,15 +74,15 @@ def read_rows(path: Path, row_format: RowFormat = RowFormat()) -> list[Row]:
 
 
 def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int) -> list[Prompt]:
-    """Return the prompts of rows in their template. Raises UserError naming the row that does not fit."""
+    """Return the prompts of rows in their template. Raises UserError naming a row that is too long."""
     prompts = []
     if config.chat and any("tool_calls" in turn for row in rows for turn in row.turns):
         tokenizer.call_format(config.chat_template_kwargs)  # The model would learn calls that environments cannot read.
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
         response = _demonstration(row, tokenizer, config)
-        supervised = (row.target, response)
-        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata, *supervised, row.columns))
+        prompt = Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata, row.target, response, row.columns)
+        prompts.append(prompt)
     return prompts
 
 
@@ -93,11 +93,11 @@ def _demonstration(row: Row, tokenizer: Tokenizer, config: DataConfig) -> Demons
     trained: list[bool] = []
     for role, messages in groupby(turns, lambda message: message["role"]):
         try:
-            own = tokenizer.continuation(list(messages), config.chat, config.chat_template_kwargs)
+            turn_ids = tokenizer.continuation(list(messages), config.chat, config.chat_template_kwargs)
         except UserError as e:
             raise UserError(f"{row.where}: {e}") from None
-        ids += own
-        trained += [role == "assistant"] * len(own)
+        ids += turn_ids
+        trained += [role == "assistant"] * len(turn_ids)
     return Demonstration(tuple(ids), tuple(trained)) if ids else None
 
 
@@ -115,7 +115,7 @@ def _tagged_turns(row: Row) -> list[Message]:
 def render(
     prompt: str | list[Message], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int, where: str
 ) -> tuple[str, tuple[int, ...]]:
-    """Return the text of a prompt in its template, and its ids. Raises UserError if it does not fit."""
+    """Return the text of a prompt in its template, and its ids. Raises UserError if it cannot be used."""
     if config.chat:
         messages = conversation(prompt, config, where)
         try:
@@ -144,9 +144,9 @@ def render(
 
 
 def check_round_trip(rows: Sequence[tuple[str, Sequence[str | None]]], tokenizer: Tokenizer, key: str) -> list[str]:
-    """Return a warning if texts change when they are encoded and decoded; [] if none do.
+    """Return a warning if texts change when they are encoded and decoded; [] if no text does.
 
-    rows: where each row is, and its texts without a template. A tokenizer without an unknown token loses characters
+    rows: the place of each row, and its texts without a template. A tokenizer without an unknown token loses characters
     silently. White space and compatible forms of a character (NFKC) do not count, because tokenizers are trained to
     unite them. Raises UserError if more than half of the rows change, or if transformers and tokenizer.json differ.
     """
@@ -155,8 +155,8 @@ def check_round_trip(rows: Sequence[tuple[str, Sequence[str | None]]], tokenizer
         for where, texts in rows[:_COMPARED]:
             tokenizer.check_file(texts[0] or "", where)
     for where, texts in rows:
-        of_row = [change for text in texts if text and (change := _round_trip_change(text, tokenizer))]
-        changes += [f"{where}: {change}" for change in of_row[:1]]
+        row_changes = [change for text in texts if text and (change := _round_trip_change(text, tokenizer))]
+        changes += [f"{where}: {change}" for change in row_changes[:1]]
     if not changes:
         return []
     share = len(changes) / len(rows)
@@ -173,9 +173,10 @@ def _round_trip_change(text: str, tokenizer: Tokenizer) -> str:
     )
     if before == after:
         return ""
-    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
-    part = slice(max(0, at - 20), at + 20)
-    return f"{before[part]!r} comes back as {after[part]!r}"
+    end = min(len(before), len(after))
+    changed = next((i for i in range(end) if before[i] != after[i]), end)
+    shown_range = slice(max(0, changed - 20), changed + 20)
+    return f"{before[shown_range]!r} comes back as {after[shown_range]!r}"
 
 
 def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = RowFormat()) -> Row:

@@ -126,7 +126,7 @@ def _text(lines: str | list[str]) -> str:
 
 
 def _humaneval(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
-    """Give the code above the function in the prompt to program and tests: its imports and helpers."""
+    """Run program and tests after the code above the function in the prompt: its imports and helpers."""
     function = raw["entry_point"]
     tests = f"{raw['test'].strip()}\n\ncheck({function})"
     above = re.split(rf"^(?:async )?def {function}\b", row["prompt"], maxsplit=1, flags=re.MULTILINE)[0].strip()
@@ -165,7 +165,7 @@ def _ifeval(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
 _DAPO = r"Solve the following math problem step by step\.[^\n]*\n\n(.*)\n\nRemember to put your answer on its .*"
 _EURUS = r"(.*?)\n\nWrite Python code to solve the problem\..*"
 _MAA = "problems are under copyright of the MAA"
-SETS: Mapping[str, DataSet] = {
+SETS: Mapping[str, DataSet] = {  # positional arguments: hub, licence, verifier, prompt, answer
     "gsm8k": DataSet("openai/gsm8k", "MIT", "math", "question", "answer", answer_regex=r"####\s*(.+)"),
     "math500": DataSet("HuggingFaceH4/MATH-500", "not stated", "math", "problem", "answer", id="unique_id", test=True),
     "aime": DataSet("HuggingFaceH4/aime_2024", _MAA, "math", "problem|Problem|question", "answer|Answer", test=True),

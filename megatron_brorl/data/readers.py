@@ -2,7 +2,7 @@
 
 A key with null counts as a missing key in every format, because Arrow gives each object of a column the keys of all
 others, as null. Nulls that are values stay: `expected` in the test of a function that returns None, `answer` of a
-reasoning-gym item, and, where JSON has them, nulls inside the arguments and results of a test or of such an item.
+reasoning-gym item, and, where JSON has them, nulls inside the arguments and results of a test or inside that item.
 """
 
 from __future__ import annotations
@@ -73,9 +73,11 @@ def without_nulls(value: Any, arrow: bool = False, parent_key: str = "") -> Any:
         return value
 
     # Values that a tested function or the scorer of a reasoning-gym task receives unchanged.
-    is_call = isinstance(value.get("args"), list)
-    unchanged = ("args", "kwargs", "expected") if is_call else ("entry",) if "source_dataset" in value else ()
-    nullable = "expected" if is_call else "answer" if parent_key == "entry" else None
+    unchanged: tuple[str, ...] = ("entry",) if "source_dataset" in value else ()
+    nullable = "answer" if parent_key == "entry" else None
+    if isinstance(value.get("args"), list):  # the test of a function
+        unchanged = ("args", "kwargs", "expected")
+        nullable = "expected"
     return {
         key: child if key in unchanged and not arrow else without_nulls(child, arrow, key)
         for key, child in value.items()

@@ -34,8 +34,8 @@ _EXPORT_MARK = "sentencepiece_export"  # in tokenizer_config.json: SHA-256 of th
 _OVERRIDDEN = "qwen2"
 _CLASS_FILE = "tokenization_fast.py"
 _CLASS = "from transformers import PreTrainedTokenizerFast\n\n\nclass Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
-MAX_CHECKED_PIECES = 2000
-_CHECKED_TEXTS = 300
+MAX_CHECKED_PIECES = 2000  # of a vocabulary, evenly spaced; the real number may be up to twice as large
+_CHECKED_TEXTS = 300  # rounds of random texts, six texts each
 
 
 class SentencePieceTokenizer:
@@ -125,12 +125,12 @@ def write_tokenizer_json(source: Path, target: Path) -> None:
     """
     if not (source / MODEL).is_file() or (source / CONVERTED).is_file():
         return
-    with tempfile.TemporaryDirectory() as name:
-        aside = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
+        export = Path(folder)
         try:
             tokenizer = SentencePieceTokenizer(source)
-            _convert(source, aside, tokenizer)
-            reason = _difference(aside, tokenizer)
+            _convert(source, export, tokenizer)
+            reason = _difference(export, tokenizer)
         except UserError as e:
             reason = str(e)
         except Exception as e:  # The converter of another release of transformers may raise anything.
@@ -141,7 +141,7 @@ def write_tokenizer_json(source: Path, target: Path) -> None:
                 "was trained on: tokenize with sentencepiece"
             )
             return
-        for path in aside.iterdir():
+        for path in export.iterdir():
             shutil.copyfile(path, target / path.name)
 
 
@@ -199,31 +199,31 @@ def _difference(directory: Path, tokenizer: SentencePieceTokenizer) -> str:
     from transformers import AutoTokenizer
 
     texts = list(check_texts([tokenizer.piece(i).replace("\u2581", " ") for i in range(tokenizer.vocab_size)]))
-    theirs = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    if len(theirs) != tokenizer.vocab_size:
-        return f"it has {tokenizer.vocab_size} tokens, but {len(theirs)} with the files next to it"
-    if theirs.eos_token_id != tokenizer.eos_id or theirs("a").input_ids != tokenizer.encode_prompt("a"):
+    loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    if len(loaded) != tokenizer.vocab_size:
+        return f"it has {tokenizer.vocab_size} tokens, but {len(loaded)} with the files next to it"
+    if loaded.eos_token_id != tokenizer.eos_id or loaded("a").input_ids != tokenizer.encode_prompt("a"):
         return "transformers begins or ends a text with other tokens"
-    their_ids = theirs(texts, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
-    for text, ids in zip(texts, their_ids, strict=True):
-        back = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if ids != tokenizer.encode(text) or (tokenizer.unk_id not in ids and back != tokenizer.decode(ids)):
-            return f"transformers' {type(theirs).__name__} tokenizes {text[:40]!r} differently"
+    loaded_ids = loaded(texts, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
+    for text, ids in zip(texts, loaded_ids, strict=True):
+        decoded = loaded.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if ids != tokenizer.encode(text) or (tokenizer.unk_id not in ids and decoded != tokenizer.decode(ids)):
+            return f"transformers' {type(loaded).__name__} tokenizes {text[:40]!r} differently"
     return ""
 
 
 def check_texts(pieces: list[str]) -> Iterator[str]:
     """Yield pieces and random texts, on which tokenizers are compared. Equal pieces yield equal texts."""
     yield from pieces[:: max(1, len(pieces) // MAX_CHECKED_PIECES)]
-    draw = random.Random(0)
+    rng = random.Random(0)
     # ASCII with control characters, Latin, and all other characters except halves of surrogate pairs.
     ranges = ((0x00, 0x7F), (0x80, 0x24F), (0xE000, 0x1FAFF), (0x00, 0xD7FF))
     for _ in range(_CHECKED_TEXTS):
-        yield "".join(draw.choices([" ", "  ", "\n", "\t", *pieces], k=draw.randint(1, 20)))
+        yield "".join(rng.choices([" ", "  ", "\n", "\t", *pieces], k=rng.randint(1, 20)))
         # Repetitions of a piece show the order of merges.
-        yield "".join(piece * draw.randint(1, 4) for piece in draw.choices(pieces, k=draw.randint(1, 5)))
+        yield "".join(piece * rng.randint(1, 4) for piece in rng.choices(pieces, k=rng.randint(1, 5)))
         for low, high in ranges:
-            yield "".join(chr(draw.randint(low, high)) for _ in range(draw.randint(1, 20)))
+            yield "".join(chr(rng.randint(low, high)) for _ in range(rng.randint(1, 20)))
 
 
 def _read(path: Path) -> dict[str, Any]:

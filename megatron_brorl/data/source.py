@@ -84,8 +84,8 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
-    whole = [int(weight * scale) for weight in exact]
-    return [weight // math.gcd(*whole) for weight in whole]
+    integers = [int(weight * scale) for weight in exact]
+    return [weight // math.gcd(*integers) for weight in integers]
 
 
 def mixture_positions(weights: Sequence[int], start: int, count: int) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ def mixture_positions(weights: Sequence[int], start: int, count: int) -> list[tu
         used[source] += 1
         return source, used[source] - 1
 
-    # By the bound above, no source has had fewer prompts than this before `start`.
+    # By the bound of MixtureSource, no source has had fewer prompts than this before `start`.
     total = sum(weights)
     used = [max(0, -(-(2 * start * w - total - len(weights) * w) // (2 * total))) for w in weights]
     for _ in range(start - sum(used)):
@@ -115,7 +115,7 @@ class Sources:
 
     def representative_prompts(self) -> Sequence[Prompt]:
         """Return all rows of files, or the first generated prompts, which identify the generator."""
-        return self.rows or self.train.prompts(0, 16)
+        return self.rows or self.train.prompts(start=0, count=16)
 
     def digests(self, tokenizer: Path, date: datetime.date | None) -> dict[str, str]:
         """Return the SHA-256 of tokenizer files and rows by name, and the date that the chat template writes, if any.
@@ -185,8 +185,8 @@ def load_sources(
     leaked = sum(prompt.text in texts for prompt in held_out)
     if leaked:
         reader.report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in {key}")
-    names = frozenset(prompt.verifier for prompt in (*train, *held_out))
-    return Sources(source, held_out, names, "\n".join(reader.report), train, tuple(reader.files))
+    verifiers = frozenset(prompt.verifier for prompt in (*train, *held_out))
+    return Sources(source, held_out, verifiers, "\n".join(reader.report), train, tuple(reader.files))
 
 
 def load_benchmarks(
@@ -204,12 +204,12 @@ def load_benchmarks(
 
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int, stream: int) -> Sources:
-    held_out_seed = hash_int("held_out", 2, size=4)
+    held_out_seed = hash_int("held_out", 2, size=4)  # 2 is the stream of held-out prompts
     train_seed = hash_int("train", stream, seed, size=4)
     held_out = GeneratedPrompts(config, held_out_seed, tokenizer, max_prompt_tokens).held_out(config.held_out_prompts)
     verifier = "none" if config.verifier == "none" else VERIFIER
     train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, held_out.keys(), verifier)
-    train.prompts(0, 1)  # Report an invalid pattern or limit now and not at the first step.
+    train.prompts(start=0, count=1)  # Report an invalid pattern or limit now and not at the first step.
     names = ", ".join(task.name for task in config.tasks)
     report = [f"data.tasks: endless prompts of {names}; {len(held_out)} different ones held out"]
     report += check_round_trip(train.examples(), tokenizer, "data.tasks")
@@ -242,10 +242,10 @@ class _Reader:
             self.report.append(f"{key}: {len(read)} prompts from {name}")
 
         # Two rows with one id would draw the same random numbers.
-        again = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]
-        if again:
-            first, second = [row.where for row in rows if row.id == again[0]][:2]
-            raise UserError(f"{second}: id {again[0]!r} is taken by {first}; give every row of {key} its own id")
+        repeated = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]
+        if repeated:
+            first, second = [row.where for row in rows if row.id == repeated[0]][:2]
+            raise UserError(f"{second}: id {repeated[0]!r} is taken by {first}; give every row of {key} its own id")
 
         unscored = next((row.where for row in rows if row.verifier == "none"), "")
         if unscored and not key.startswith(("data.train", "data.mixture")):
@@ -265,23 +265,23 @@ class _Reader:
         """Return the prompts of each source of data.mixture by its name."""
         prompts: dict[str, list[Prompt]] = {}
         source_of: dict[str, str] = {}  # by the id of a prompt
-        total = sum(part.weight for part in self.config.mixture)
-        for i, part in enumerate(self.config.mixture):
+        total = sum(source.weight for source in self.config.mixture)
+        for i, source in enumerate(self.config.mixture):
             key = f"data.mixture[{i}]"
-            if not part.files:
+            if not source.files:
                 raise UserError(f"{key}.files is empty; name data files")
-            if part.verifier:
-                entry(part.verifier, f"{key}.verifier", self.reward)
-            name = part.name or Path(part.files[0]).stem
+            if source.verifier:
+                entry(source.verifier, f"{key}.verifier", self.reward)
+            name = source.name or Path(source.files[0]).stem
             if name in prompts:
                 raise UserError(f"{key}: there is another source called {name!r}; give each its own name")
 
-            prompts[name] = self.read(part.files, key, part.verifier)
+            prompts[name] = self.read(source.files, key, source.verifier)
             for prompt in prompts[name]:
                 if source_of.setdefault(prompt.id, name) != name:
                     other = source_of[prompt.id]
                     raise UserError(f"{key}: id {prompt.id!r} is also in {other!r}; give every row its own id")
-            self.report.append(f"{key}: {name} has {part.weight / total:.1%} of the prompts")
+            self.report.append(f"{key}: {name} has {source.weight / total:.1%} of the prompts")
         return prompts
 
 

@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
         """The date that the chat template writes into prompts, or None."""
 
     def template_reads(self, variable: str, tools: Any = None) -> bool:
-        """Return whether the chat template mentions a variable. tools: those of the prompt."""
+        """Return whether the chat template mentions a variable. tools: the tools of the prompt."""
 
     def call_format(self, variables: Variables = NONE) -> Format:
         """Return the format in which the chat template writes tool calls, "hermes" if it writes none.
@@ -101,8 +101,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(directory: Path, today: datetime.date | None = None) -> Tokenizer:
     """Load tokenizer.json (Hugging Face) of a model directory, or else tokenizer.model (sentencepiece).
 
-    The tokenizer.json that an export wrote is not read, because sentencepiece starts sooner. today: the date that
-    chat templates write, by default that of this call. Raises UserError if there is no tokenizer, if a file is broken
+    The tokenizer.json that an export wrote is not read, because sentencepiece loads faster. today: the date that
+    chat templates write, by default today. Raises UserError if there is no tokenizer, if a file is broken
     or if there is no end-of-sequence token.
     """
     has_model = (directory / MODEL).is_file()
@@ -120,7 +120,6 @@ class HuggingFaceTokenizer:
     """A tokenizer.json and its settings, read by transformers."""
 
     def __init__(self, directory: Path, today: datetime.date | None = None) -> None:
-        """See load_tokenizer."""
         from transformers import AutoTokenizer  # Importing transformers takes seconds.
 
         self.directory = directory
@@ -137,7 +136,7 @@ class HuggingFaceTokenizer:
                 f"{directory}/tokenizer.json: transformers cannot load it: {shown(e)}; copy the tokenizer files again"
             ) from None
 
-        self.vocab_size = len(self._inner)  # Its own vocab_size leaves out added tokens.
+        self.vocab_size = len(self._inner)  # The vocab_size of transformers leaves out added tokens.
         eos_id = self._inner.eos_token_id
         if eos_id is None:
             raise UserError(
@@ -151,7 +150,7 @@ class HuggingFaceTokenizer:
         self.unk_id: int | None = None if unk_id in (self.eos_id, self.bos_id, self.pad_id) else unk_id
 
         special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
-        self._special = sorted(special, key=len, reverse=True)  # A longer one may contain a shorter one.
+        self._special = sorted(special, key=len, reverse=True)  # The longer of two tokens may contain the shorter one.
         # Tokenizing a text shows whether the tokenizer adds BOS.
         self._leads_with_bos = self.bos_id is not None and self._inner("a").input_ids[:1] == [self.bos_id]
 
@@ -164,11 +163,11 @@ class HuggingFaceTokenizer:
         transformers 5 replaces the pre-tokenizer of tokenizer.json for some values of model_type.
         """
         text = text.strip()  # transformers changes the treatment of a first space, also of Llama's tokenizer
-        ids, by_file = self.encode(text), self._file.encode(text, add_special_tokens=False).ids
-        if ids != by_file:
+        ids, file_ids = self.encode(text), self._file.encode(text, add_special_tokens=False).ids
+        if ids != file_ids:
             raise UserError(
                 f"{self.directory / CONVERTED}: transformers reads it as {type(self._inner).__name__}, which makes "
-                f"{len(ids)} tokens of the text of {where}, where the file makes {len(by_file)}: if the model was "
+                f"{len(ids)} tokens of the text of {where}, where the file makes {len(file_ids)}: if the model was "
                 "trained with the former, write the file again by AutoTokenizer.from_pretrained(DIR).save_pretrained"
                 "(DIR); otherwise use a model whose tokenizer transformers reads as it is"
             )
@@ -263,11 +262,11 @@ class HuggingFaceTokenizer:
 
     def _encoded(self, messages: Sequence[Message], render: Callable[[Any], str]) -> tuple[str, list[int]]:
         """Return the rendered text of messages and its ids. Special tokens in messages stay plain text."""
-        # A character of a private area replaces each of them, so all others are the template's own.
+        # A private character replaces each special token in messages. Those that are left are the template's own.
         marks = {token: chr(_MARKS + i) for i, token in enumerate(self._special)}
         replaced = _replaced(list(messages), marks)
         rendered = render(replaced)
-        # Without them, the text is tokenized as a whole, as in the training of the model.
+        # If messages have none, the text is tokenized as a whole, as in the training of the model.
         if replaced == list(messages):
             return rendered, self._ids(rendered)
         tokens = {ord(mark): token for token, mark in marks.items()}
@@ -335,12 +334,12 @@ def tokenizer_difference(one: Tokenizer, other: Tokenizer) -> str:
 
     Chat templates and the choice of the EOS and padding tokens are not compared.
     """
-    first, second = one.vocabulary(), other.vocabulary()
-    for token in sorted({*first, *second}):
-        if first.get(token) != second.get(token):
-            return f"{token!r} is {_described(first.get(token))} here and {_described(second.get(token))} there"
-    ids = sorted(i for i, _ in first.values())
-    checked = ids[:: -(-len(ids) // MAX_CHECKED_PIECES)]
+    tokens, other_tokens = one.vocabulary(), other.vocabulary()
+    for token in sorted({*tokens, *other_tokens}):
+        if tokens.get(token) != other_tokens.get(token):
+            return f"{token!r} is {_described(tokens.get(token))} here and {_described(other_tokens.get(token))} there"
+    ids = sorted(i for i, _ in tokens.values())
+    checked = ids[:: -(-len(ids) // MAX_CHECKED_PIECES)]  # evenly spaced, at most MAX_CHECKED_PIECES
     for text in check_texts([one.decode_all([i]) for i in checked]):
         if one.encode(text) != other.encode(text):
             return f"they give different ids to {text[:40]!r}"
@@ -364,7 +363,7 @@ def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 def transformers_stop_ids(directory: Path) -> frozenset[int]:
     """Return eos_token_id of generation_config.json, or of config.json in a directory without that file.
 
-    A generation_config.json without the key, or with null, hides the one of config.json.
+    A generation_config.json without the key, or with null, hides the key of config.json.
     """
     path = next((directory / name for name in (GENERATION, CONFIG) if (directory / name).is_file()), None)
     value = read_object(path).get("eos_token_id") if path else None

@@ -20,13 +20,13 @@ from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, 
 
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 Key = tuple[str, str]  # benchmark, id of the prompt
-_RESAMPLES = 10_000
+_RESAMPLES = 10_000  # of the bootstrap
 # Label, key of the paired test, format, and bounds of a value and of a difference.
 _METRICS = {
     "pass_at_1": ("pass@1", "paired", ".2%", SHARE, SHARES),
     "mean_reward": ("mean reward", "paired_reward", ".4g", None, None),
 }
-_KEYS = ("samples", "right", "tokens")
+_KEYS = ("samples", "right", "tokens")  # in every line of an evaluation.jsonl
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -101,12 +101,12 @@ def compare(
 
     Mean rewards are included if they differ from pass@1.
     """
-    alone = sorted(before.keys() ^ after.keys())
-    if alone:
-        benchmark, prompt = alone[0]
-        where = name if alone[0] in before else other
+    single = sorted(before.keys() ^ after.keys())
+    if single:
+        benchmark, prompt = single[0]
+        where = name if single[0] in before else other
         raise UserError(
-            f"{name} and {other}: {len(alone)} prompts are only in one of them, for example {prompt!r} of {benchmark} "
+            f"{name} and {other}: {len(single)} prompts are only in one of them, for example {prompt!r} of {benchmark} "
             f"in {where}; evaluate both on the same files"
         )
     keys = sorted(before)  # The order makes the bootstrap independent of the order of lines.
@@ -115,41 +115,42 @@ def compare(
     names = sorted({benchmark for benchmark, _ in keys})
     groups = {n: [k for k in keys if k[0] == n] for n in names}
     rows = [*before.values(), *after.values()]
-    most = min(row["samples"] for row in rows)
+    max_k = min(row["samples"] for row in rows)
     differs = any(abs(_score(row, "mean_reward") - _score(row, "pass_at_1")) > 1e-6 for row in rows)
-    metrics = [*_METRICS][: 1 + differs]
+    metrics = list(_METRICS) if differs else ["pass_at_1"]
     return {
         "before": name,
         "after": other,
-        "all": _compared(before, after, keys, most, metrics),
-        "benchmarks": {n: _compared(before, after, part, most, metrics) for n, part in groups.items()},
+        "all": _compared(before, after, keys, max_k, metrics),
+        "benchmarks": {n: _compared(before, after, part, max_k, metrics) for n, part in groups.items()},
     }
 
 
 def _compared(
-    before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Key], most: int, metrics: list[str]
+    before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Key], max_k: int, metrics: list[str]
 ) -> dict[str, Any]:
-    """Compare the prompts `keys`. most: the k of pass@k, the number of samples that all prompts have on both sides."""
-    sides: dict[str, Any] = {"prompts": len(keys)}
+    """Compare the prompts `keys`. max_k: the largest k of pass@k: all prompts have as many samples on both sides."""
+    result: dict[str, Any] = {"prompts": len(keys)}
     scores = {m: [[_score(answers[k], m) for k in keys] for answers in (before, after)] for m in metrics}
     for i, (side, answers) in enumerate((("before", before), ("after", after))):
-        wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], most) for k in keys]))
-        sides[side] = {
-            **{m: bootstrap_mean(x[i], _RESAMPLES, 0, _METRICS[m][3]).as_dict() for m, x in scores.items()},
-            "pass_at_k": {"1": float(np.mean(scores["pass_at_1"][i])), str(most): wide},
+        wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], max_k) for k in keys]))
+        result[side] = {
+            **{m: bootstrap_mean(x[i], _RESAMPLES, seed=0, bounds=_METRICS[m][3]).as_dict() for m, x in scores.items()},
+            "pass_at_k": {"1": float(np.mean(scores["pass_at_1"][i])), str(max_k): wide},
             "response_tokens": float(np.mean([answers[k]["tokens"] for k in keys])),
         }
-    sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
-    sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
+    result["lost"] = sum(before[k]["right"] > 0 and after[k]["right"] == 0 for k in keys)
+    result["gained"] = sum(after[k]["right"] > 0 and before[k]["right"] == 0 for k in keys)
     if len(keys) > 1:  # A single difference has no spread.
-        sides |= {_METRICS[m][1]: paired(a, b, _RESAMPLES, 0, _METRICS[m][4]).as_dict() for m, (a, b) in scores.items()}
-    return sides
+        for m, (a, b) in scores.items():
+            result[_METRICS[m][1]] = paired(a, b, _RESAMPLES, seed=0, bounds=_METRICS[m][4]).as_dict()
+    return result
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """Return a table of scores and tokens per benchmark, and the result of the paired test over all prompts."""
-    k = widest(result["all"]["before"]["pass_at_k"])  # None if each prompt has one sample
-    wide = [f"{side} pass@{k[0]}" for side in "AB"] if k else []
+    widest_k, _ = widest(result["all"]["before"]["pass_at_k"]) or (None, None)  # None if each prompt has one sample
+    wide = [f"{side} pass@{widest_k}" for side in "AB"] if widest_k else []
     metrics = [metric for metric in _METRICS if metric in result["all"]["before"]]
     labels = [_METRICS[metric][0] for metric in metrics]
     head = [cell for label in labels for cell in (f"A {label}", f"B {label}", "B - A (95% interval)")]
@@ -163,7 +164,7 @@ def markdown(result: Mapping[str, Any]) -> str:
                 name,
                 str(part["prompts"]),
                 *(cell for metric in metrics for cell in _change(part, metric)),
-                *(f"{x['pass_at_k'][str(k[0])]:.2%}" for x in (a, b) if k),
+                *(f"{x['pass_at_k'][str(widest_k)]:.2%}" for x in (a, b) if widest_k),
                 *(f"{x['response_tokens']:.1f}" for x in (a, b)),
                 f"{test['one_tailed']:.2g}" if test else "-",
             ]
@@ -195,8 +196,8 @@ def _change(part: Mapping[str, Any], metric: str) -> list[str]:
     """Return the means of A and B, and their difference with its interval if there are several prompts."""
     _, test, form, *_ = _METRICS[metric]
     a, b = (part[side][metric]["mean"] for side in ("before", "after"))
-    d = part[test]["difference"] if test in part else None
-    interval = f" ({d['low']:+{form}} to {d['high']:+{form}})" if d else ""
+    difference = part[test]["difference"] if test in part else None
+    interval = f" ({difference['low']:+{form}} to {difference['high']:+{form}})" if difference else ""
     return [f"{a:{form}}", f"{b:{form}}", f"{b - a:+{form}}{interval}"]
 
 
@@ -204,7 +205,7 @@ def comparison_figure(result: Mapping[str, Any]) -> Figure:
     """Draw both scores, their difference with its interval, and score over tokens."""
     parts = {**result["benchmarks"], "all prompts": result["all"]}
     has_reward = "mean_reward" in result["all"]["before"]
-    figure, (score, gap, tokens, *rewards) = figure_of(1, 3 + has_reward, 13.5 + 4.5 * has_reward, 4.2)
+    figure, (score, gap, tokens, *rewards) = figure_of(1, 3 + has_reward, width=13.5 + 4.5 * has_reward, height=4.2)
     panel(score, "Accuracy", "pass@1", "benchmark")
     for reward in rewards:
         panel(reward, "Rewards", "mean reward and 95% interval", "benchmark")

@@ -92,13 +92,13 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RecordedRun]]
     runs = [read_run(folder) for folder in folders]
     evaluated = [evaluations(run) for run in runs]
     several = len(runs) > 1
-    parts = [_run(*part, several) for part in zip(_names(runs), runs, evaluated, strict=True)]
-    data: dict[str, Any] = {"made": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "runs": parts}
-    data["meanings"] = meanings(sorted({name for run in parts for name in run["curves"]["values"]}))
+    contents = [_run(*arguments, several) for arguments in zip(_names(runs), runs, evaluated, strict=True)]
+    data: dict[str, Any] = {"made": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "runs": contents}
+    data["meanings"] = meanings(sorted({name for run in contents for name in run["curves"]["values"]}))
     if several:
-        last = [next((e for e in reversed(own) if e.prompts), None) for own in evaluated]
+        last = [next((e for e in reversed(run_evaluations) if e.prompts), None) for run_evaluations in evaluated]
         data["against"] = [compared(last[0], e, _seed(runs[0])) if last[0] and e else None for e in last]
-        data["time_to"] = times_to_target([run["checkpoints"] for run in parts])
+        data["time_to"] = times_to_target([run["checkpoints"] for run in contents])
     return data, runs
 
 
@@ -106,7 +106,7 @@ def _run(name: str, run: RecordedRun, evaluated: Sequence[RecordedEvaluation], s
     """Return the content of one run. several: the page is a comparison, which does not show prompts."""
     changed = change(run, evaluated)
     shown = [e.as_dict() for e in evaluated]
-    own: dict[str, Any] = {
+    data: dict[str, Any] = {
         "name": name,
         "folder": str(run.folder),
         "n": run.summary.get("rollouts_per_prompt", run.key("rollout", "n", None)),
@@ -123,9 +123,9 @@ def _run(name: str, run: RecordedRun, evaluated: Sequence[RecordedEvaluation], s
         "starts": run.starts,
     }
     if not several:
-        own["by_task"] = by_task(run)
-        own["spread"] = {kind: spread(run, kind) for kind in ("evaluation", "step")}
-    return own
+        data["by_task"] = by_task(run)
+        data["spread"] = {kind: spread(run, kind) for kind in ("evaluation", "step")}
+    return data
 
 
 def meanings(names: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -184,7 +184,7 @@ class RecordedEvaluation:
 
 def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
     """Return all evaluations in order, from recorded rollouts if possible, else from metrics.jsonl and summary.json."""
-    of_steps = {e.steps: e for e in _from_summaries(run)}
+    by_steps = {e.steps: e for e in _from_summaries(run)}
     for moment in run.of_kind("evaluation"):
         times: Counter[str] = Counter()
         prompts = {}
@@ -194,8 +194,8 @@ def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
             if g["rollouts"]:
                 prompts[key] = PromptSamples(g["right"], g["rollouts"], g["task"] or "", g["reward"], g["distinct"])
         if prompts:
-            of_steps[moment.number] = _computed(run, moment.number, prompts)
-    return [of_steps[steps] for steps in sorted(of_steps)]
+            by_steps[moment.number] = _computed(run, moment.number, prompts)
+    return [by_steps[steps] for steps in sorted(by_steps)]
 
 
 def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]) -> RecordedEvaluation:
@@ -211,7 +211,7 @@ def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]
     tasks: dict[str, list[float]] = {}
     for a in samples:
         tasks.setdefault(a.task, []).append(a.right / a.samples)
-    by_task = {name: bootstrap_mean(own, RESAMPLES, seed, SHARE).as_dict() for name, own in sorted(tasks.items())}
+    by_task = {name: bootstrap_mean(means, RESAMPLES, seed, SHARE).as_dict() for name, means in sorted(tasks.items())}
     return RecordedEvaluation(steps, prompts, passes, by_task, reward)
 
 
@@ -265,10 +265,10 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
     keys = [key for key in a if key in b]
     if len(keys) < 2:
         return None
-    most = min(min(a[k].samples, b[k].samples) for k in keys)
+    samples = min(min(a[k].samples, b[k].samples) for k in keys)
     passes = []
     for k in sorted(set(before.passes) & set(after.passes)):
-        if k <= most:
+        if k <= samples:
             one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
             passes.append({"k": k, **_paired(one, two, seed, SHARES)})
     first, last = ([side[key].reward for key in keys] for side in (a, b))
@@ -280,15 +280,15 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
             tasks.append({"task": task, "prompts": len(one), **_paired(one, two, seed, SHARES)})
 
     def moved(without: Mapping[Key, PromptSamples], having: Mapping[Key, PromptSamples]) -> list[dict[str, Any]]:
-        own = [key for key in keys if without[key].right == 0 < having[key].right]
-        rows = [{"id": k[0], "right": having[k].right, "samples": having[k].samples} for k in own]
+        moved_keys = [key for key in keys if without[key].right == 0 and having[key].right > 0]
+        rows = [{"id": k[0], "right": having[k].right, "samples": having[k].samples} for k in moved_keys]
         return sorted(rows, key=lambda row: (-row["right"] / row["samples"], row["id"]))
 
     return {
         "from": before.steps,
         "to": after.steps,
         "prompts": len(keys),
-        "samples": most,
+        "samples": samples,
         "passes": passes,
         "reward": _paired(first, last, seed) if before.reward or after.reward else None,
         "distinct": [sum(side[key].distinct for key in keys) / len(keys) for side in (a, b)] if same else None,
@@ -345,11 +345,11 @@ def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
     tables: checkpoints of each run. None stands for a run without an evaluation, or one that never reached the target.
     """
     targets: list[dict[str, Any] | None] = []
-    for own in tables:
-        if not own:
+    for own_table in tables:
+        if not own_table:
             targets.append(None)
             continue
-        target = own[-1]["passes"][0]["mean"]
+        target = own_table[-1]["passes"][0]["mean"]
         runs = []
         for table in tables:
             accuracies = [row["passes"][0]["mean"] for row in table]
@@ -452,13 +452,13 @@ def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
     if not recorded:
         return None
     sizes = {n for _, known in recorded for _, n in known}
-    exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= MAX_COUNTED_SAMPLES else 0
-    bins = [str(i) for i in range(exact + 1)] if exact else TENTHS
+    common_size = sizes.pop() if len(sizes) == 1 and max(sizes) <= MAX_COUNTED_SAMPLES else 0
+    bins = [str(i) for i in range(common_size + 1)] if common_size else TENTHS
     counts = []
     for _, known in recorded:
-        own = Counter(right if exact else _tenth(right, n) for right, n in known)
-        counts.append([own[i] for i in range(len(bins))])
-    return {"of": exact or None, "bins": bins, "numbers": [m.shown for m, _ in recorded], "counts": counts}
+        counter = Counter(right if common_size else _tenth(right, n) for right, n in known)
+        counts.append([counter[i] for i in range(len(bins))])
+    return {"of": common_size or None, "bins": bins, "numbers": [m.shown for m, _ in recorded], "counts": counts}
 
 
 def _tenth(right: int, n: int) -> int:
@@ -467,8 +467,8 @@ def _tenth(right: int, n: int) -> int:
 
 
 def _flat(row: Row) -> dict[str, Any]:
-    own = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
-    return own | {f"time/{key}": value for key, value in (row.get("time") or {}).items()}
+    numbers = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
+    return numbers | {f"time/{key}": value for key, value in (row.get("time") or {}).items()}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -36,16 +36,16 @@ def findings(
     """
     sentences: dict[str, str] = {}
     means = {name: _mean(rows, name) for name in METRICS}
-    why = why_no_signal(means)
+    cause = why_no_signal(means)
 
     if not rows:
         sentences["no step"] = f"no step was trained: train.steps = {config.train.steps}; raise it"
-    elif why and raised and (_mean(rows, "verifier_errors") or 0.0) > 0.5 * (_mean(rows, "rollouts") or 0.0):
+    elif cause and raised and (_mean(rows, "verifier_errors") or 0.0) > 0.5 * (_mean(rows, "rollouts") or 0.0):
         sentences["raised"] = (
             f"most responses have no score of their own: {raised}; fix it, or return the lowest reward"
         )
-    elif why:
-        sentences[why] = _no_signal(why, config, rows)
+    elif cause:
+        sentences[cause] = _no_signal(cause, config, rows)
     elif not weights_differ:
         sentences["weights unchanged"] = _unchanged(config, rows)
 
@@ -58,7 +58,7 @@ def findings(
 
     solved = any(e and e["pass_at_1"]["mean"] for e in (before, after))
     wrong = set() if config.reward.group_function else {row.get("all_wrong_share") for row in rows} - {None}
-    if wrong == {1} and not (why or solved) and any(row.get("reward_std") for row in rows):
+    if wrong == {1} and not (cause or solved) and any(row.get("reward_std") for row in rows):
         sentences["never correct"] = (
             f"no reward of the run reached reward.correct_at = {config.reward.correct_at:g} (mean "
             f"{_number(_mean(rows, 'reward') or 0.0)}), so pass@k is 0 and only mean rewards show progress: set "
@@ -71,8 +71,8 @@ def findings(
         )
     elif after and after["pass_at_1"]["mean"] > 0:
         # If no response at all was right, another finding reports it.
-        never = [{name for name, p in e["by_task"].items() if p["mean"] == 0} for e in (before, after)]
-        tasks = sorted(set.intersection(*never))
+        never_right = [{name for name, p in e["by_task"].items() if p["mean"] == 0} for e in (before, after)]
+        tasks = sorted(set.intersection(*never_right))
         if tasks:
             sentences["task never right"] = (
                 f"no held-out response to {', '.join(tasks)} was right, before or after: use easier prompts of that "
@@ -81,30 +81,30 @@ def findings(
     return sentences
 
 
-def _no_signal(why: Cause, config: Config, rows: Sequence[Row]) -> str:
+def _no_signal(cause: Cause, config: Config, rows: Sequence[Row]) -> str:
     count = f"{sum(row.get('rollouts') or 0 for row in rows):,.0f}"
     rollout = config.rollout
     extract = config.reward.extract
     limit = f"rollout.max_tokens = {rollout.max_tokens}"
-    cut = _mean(rows, "cut_off_share") or 0.0
+    cut_share = _mean(rows, "cut_off_share") or 0.0
     reward = _mean(rows, "reward") or 0.0
     # Rewards above 0 that never reach reward.correct_at are a separate cause.
-    short = f" (mean reward {reward:.3g}, reward.correct_at = {config.reward.correct_at:g})" if reward else ""
-    how_many = f"every one of {count} responses was" if cut == 1 else f"{cut:.0%} of {count} responses were"
+    shortfall = f" (mean reward {reward:.3g}, reward.correct_at = {config.reward.correct_at:g})" if reward else ""
+    how_many = f"every one of {count} responses was" if cut_share == 1 else f"{cut_share:.0%} of {count} responses were"
     sentences: dict[Cause, str] = {
         "cut off": f"{how_many} cut off at {limit}: raise it, or "
         "use a prompt form after which the model ends its answers (data.chat, data.template)",
         "no answer": f'no response of {count} had an answer where reward.extract = "{extract}" looks for it, '
         f"{_PLACES[extract]}: ask for that form in data.template or data.system_prompt, or set reward.extract to the "
-        "form that the model gives" + (f"; {cut:.0%} were cut off at {limit}" if cut else ""),
-        "none right": f"no response of {count} was right{short}: check that the verifier calls a reference answer "
+        "form that the model gives" + (f"; {cut_share:.0%} were cut off at {limit}" if cut_share else ""),
+        "none right": f"no response of {count} was right{shortfall}: check that the verifier calls a reference answer "
         "right, then use easier prompts, a larger rollout.n or a warm start (brorl sft)"
-        + (f"; {cut:.0%} were cut off at {limit}" if cut else ""),
+        + (f"; {cut_share:.0%} were cut off at {limit}" if cut_share else ""),
         "all right": f"every one of {count} responses was right, so there is nothing to learn: use harder prompts",
         "no mixed group": f"no group had a signal, because the rewards in each group were equal: raise "
         f"rollout.n = {rollout.n}, or use prompts that the model sometimes gets right (brorl pass-rates)",
     }
-    return sentences[why]
+    return sentences[cause]
 
 
 def _unchanged(config: Config, rows: Sequence[Row]) -> str:
@@ -128,20 +128,20 @@ def verdict(
 ) -> dict[str, Any]:
     """Return headline, tone, details and findings (sentences), and the state of a run.
 
-    wanted: train.steps, 0 if it is unknown. evaluations: content.RecordedEvaluation.as_dict of each. changed: the
+    wanted: train.steps, 0 if unknown. evaluations: the results of content.RecordedEvaluation.as_dict. changed: the
     result of content.compared.
     """
     tone, headline, details = _change(changed) if changed and changed["passes"] else _unpaired(evaluations)
-    named = summary.get("findings", {})
-    sentences = list(named.values())
+    recorded = summary.get("findings", {})
+    sentences = list(recorded.values())
     # A running run has no findings yet. Its metrics show whether there is a signal.
-    why = None if summary else why_no_signal({name: _mean(rows, name) for name in METRICS})
-    if why:
-        sentences.append(f"nothing to learn from so far ({why}; mean over {len(rows)} steps)")
-    doubts = set(named) - {"large first update", "got worse", "never correct"}
-    if (why or doubts) and tone == "good":
+    cause = None if summary else why_no_signal({name: _mean(rows, name) for name in METRICS})
+    if cause:
+        sentences.append(f"nothing to learn from so far ({cause}; mean over {len(rows)} steps)")
+    doubts = set(recorded) - {"large first update", "got worse", "never correct"}
+    if (cause or doubts) and tone == "good":
         tone = "unclear"
-    if why or doubts - {"no held-out", "task never right"}:
+    if cause or doubts - {"no held-out", "task never right"}:
         tone = "bad"
     state = _state(rows, summary, wanted)
     return {"headline": headline, "tone": tone, "details": details, "findings": sentences, "state": state}
@@ -205,12 +205,12 @@ def _compare_values(
     name: str, p: Mapping[str, Any], level: Callable[[float], str], gap: Callable[[float], str], unit: str = ""
 ) -> tuple[Tone, str]:
     """Return the direction of a change ("unclear" if its interval contains 0) and a sentence."""
-    d = p["difference"]
-    tone: Tone = "good" if d["low"] > 0 else "bad" if d["high"] < 0 else "unclear"
+    difference = p["difference"]
+    tone: Tone = "good" if difference["low"] > 0 else "bad" if difference["high"] < 0 else "unclear"
     word = {"good": "rose", "bad": "fell", "unclear": "went"}[tone]
     ends = f"from {level(p['before'])} to {level(p['after'])}"
-    interval = f"95% interval {gap(d['low'])} to {gap(d['high'])}"
-    return tone, f"{name} {word} {ends}, {gap(d['mean'])}{unit} ({interval})"
+    interval = f"95% interval {gap(difference['low'])} to {gap(difference['high'])}"
+    return tone, f"{name} {word} {ends}, {gap(difference['mean'])}{unit} ({interval})"
 
 
 def _points(share: float) -> str:
@@ -219,7 +219,7 @@ def _points(share: float) -> str:
 
 
 def _number(value: float, sign: str = "") -> str:
-    """Return four significant digits, as `short` in page/dom.js does. sign: "+" to show that of positive values."""
+    """Return four significant digits, as `short` in page/dom.js does. sign: "+" shows the sign of positive values."""
     rounded = float(f"{value:.4g}") or 0.0  # not -0.0
     return f"{rounded:{sign if rounded else ''}g}"
 
@@ -233,8 +233,8 @@ def _unpaired(evaluations: Sequence[Mapping[str, Any]]) -> tuple[Tone, str, list
         when = f"after {first['steps']} steps" if first["steps"] else "before the first step"
         return "unclear", f"Learning was not measured: the only evaluation, {when}, has {_level(first)}.", []
     # The interval of a difference needs the pairs of prompts.
-    p, q = (e["passes"][0]["mean"] for e in (first, last))
-    headline = f"pass@1 went from {p:.1%} to {q:.1%}, {_points(q - p)} points."
+    before, after = (e["passes"][0]["mean"] for e in (first, last))
+    headline = f"pass@1 went from {before:.1%} to {after:.1%}, {_points(after - before)} points."
     if first["reward"] or last["reward"]:
         headline = f"Before: {_level(first)}. After: {_level(last)}."
     details = ["The change has no interval, because too few rollouts of the evaluations are recorded."]
@@ -257,8 +257,8 @@ def _state(rows: Sequence[Row], summary: Row, wanted: int) -> str:
         duration = "" if seconds is None else f" in {seconds:.0f} s" if seconds < 600 else f" in {seconds / 3600:.1f} h"
         steps = summary["steps"]
         return f"ended after {steps} step{'' if steps == 1 else 's'}{duration}"
-    done = rows[-1]["step"] + 1 if rows else 0
-    return f"has not ended: {done}{f' of {wanted}' if wanted else ''} steps done"
+    steps_done = rows[-1]["step"] + 1 if rows else 0
+    return f"has not ended: {steps_done}{f' of {wanted}' if wanted else ''} steps done"
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:

@@ -74,7 +74,7 @@ def render(data: dict[str, Any]) -> str:
 def policy(scripts: Sequence[str]) -> str:
     """Return the Content-Security-Policy of a page with these scripts."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{own}'" for own in hashes)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
         "connect-src 'none'; base-uri 'none'; form-action 'none'"
@@ -96,27 +96,27 @@ def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
     for moment in list(dict.fromkeys([*ends, *evaluations[::-1], *steps[::-1]]))[:MAX_MOMENTS]:
         rows = run.groups(moment).to_pylist()
         excerpts = _excerpts([g["prompt"] for g in rows], run.key("data", "template", ""))
-        own = [{key: g[key] for key in _GROUP_KEYS} | {"excerpt": e} for g, e in zip(rows, excerpts, strict=True)]
-        number = chunks.add(own, int(LISTS_SHARE * room) - (room - chunks.left))
+        shown = [{key: g[key] for key in _GROUP_KEYS} | {"excerpt": e} for g, e in zip(rows, excerpts, strict=True)]
+        number = chunks.add(shown, room=int(LISTS_SHARE * room) - (room - chunks.left))  # left for lists
         if number is None:
             break
         tables[moment] = rows
         listed.append({"kind": moment.kind, "number": moment.shown, "list": number})
 
-    where: dict[str, int] = {}
+    chunk_of: dict[str, int] = {}
     counts = {"groups": 0, "rollouts": 0}
     places = {moment: place for place, moment in enumerate(tables)}
     for moment, group, unit in _units(run, tables, moved):
         number = chunks.add(unit)
         if number is None:
             break
-        where[f"{places[moment]}/{group}"] = number
+        chunk_of[f"{places[moment]}/{group}"] = number
         counts["groups"] += 1
         counts["rollouts"] += len(unit["rollouts"])
     recorded = [g["recorded"] for rows in tables.values() for g in rows if g["recorded"]]
     return {
         "moments": listed,
-        "where": where,
+        "where": chunk_of,
         "chunks": chunks.texts,
         "held": counts,
         "recorded": {"groups": len(recorded), "rollouts": sum(recorded)},
@@ -134,8 +134,8 @@ class _Chunks:
     def add(self, value: Any, room: int | None = None) -> int | None:
         """Add a chunk and return its number, or None if it does not fit. room: a second limit in bytes."""
         plain_text = _dumps(value).encode()
-        text = base64.b64encode(zlib.compress(plain_text, 6)).decode()
-        size = len(text) + 3 + _ENTRY
+        text = base64.b64encode(zlib.compress(plain_text, level=6)).decode()
+        size = len(text) + 3 + _ENTRY  # 3 for quotes and comma
         if size > self.left or (room is not None and size > room):
             return None
         self.left -= size
@@ -149,20 +149,20 @@ def _units(run: RecordedRun, tables: Mapping[LogEntry, list[Row]], moved: set[st
     passes = [(m, True) for m in evaluations[:2]] if moved else []
     yielded: set[tuple[LogEntry, int]] = set()
     for moment, only_moved in [*passes, *((m, False) for m in tables)]:
-        wanted = [g for g in tables[moment] if g["recorded"] and (moment, g["group"]) not in yielded]
+        selected = [g for g in tables[moment] if g["recorded"] and (moment, g["group"]) not in yielded]
         if only_moved:
-            wanted = [g for g in wanted if g["prompt_id"] in moved]
-        wanted.sort(key=lambda g: (prompt_sort_key(g["prompt_id"]), g["group"]))
-        yielded |= {(moment, g["group"]) for g in wanted}
-        if not wanted:
+            selected = [g for g in selected if g["prompt_id"] in moved]
+        selected.sort(key=lambda g: (prompt_sort_key(g["prompt_id"]), g["group"]))
+        yielded |= {(moment, g["group"]) for g in selected}
+        if not selected:
             continue
         rollouts: dict[int, list[Row]] = {}
         recorded = read_rollouts(run.folder / FOLDER, moment)
-        for row in filter_rows(recorded, "group", [g["group"] for g in wanted]).to_pylist():
+        for row in filter_rows(recorded, "group", [g["group"] for g in selected]).to_pylist():
             rollouts.setdefault(row["group"], []).append(row)
-        for g in wanted:
-            own = [_rollout(r) for r in select_siblings(rollouts.get(g["group"], []))]
-            yield moment, g["group"], {"prompt": g["prompt"], "reference": g["reference"], "rollouts": own}
+        for g in selected:
+            chosen = [_rollout(r) for r in select_siblings(rollouts.get(g["group"], []))]
+            yield moment, g["group"], {"prompt": g["prompt"], "reference": g["reference"], "rollouts": chosen}
 
 
 def select_siblings(rollouts: Sequence[Row], most: int = MAX_SIBLINGS, tokens: int = MAX_TOKENS) -> list[Row]:
@@ -171,10 +171,10 @@ def select_siblings(rollouts: Sequence[Row], most: int = MAX_SIBLINGS, tokens: i
     They have at most `tokens` tokens in total. The first right and the first wrong one are always included.
     """
     right, wrong = ([r for r in rollouts if r["right"] is verdict] for verdict in (True, False))
-    of_right = min(len(right), max(most // 2, most - len(wrong)))
+    right_end = min(len(right), max(most // 2, most - len(wrong)))
     chosen = [*right[:1], *wrong[:1]]
     left = tokens - sum(r["tokens"] for r in chosen)
-    for r in sorted([*right[1:of_right], *wrong[1 : most - of_right]], key=lambda r: r["sibling"]):
+    for r in sorted([*right[1:right_end], *wrong[1 : most - right_end]], key=lambda r: r["sibling"]):
         left -= r["tokens"]
         if left < 0:
             break

@@ -78,7 +78,7 @@ def plot_run(run_dir: Path) -> Path:
 
 def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[RecordedEvaluation]) -> Figure:
     """Draw six panels (`figure.axes` has them in reading order). Missing or null values leave gaps."""
-    figure, ((reward, accuracy, length), (kept, seconds, health)) = figure_of(2, 3, 13.5, 7.6)
+    figure, ((reward, accuracy, length), (kept, seconds, health)) = figure_of(rows=2, columns=3, width=13.5, height=7.6)
     figure.suptitle(_title(rows, summary, evaluated), fontsize=13)
     steps = np.array([row["step"] + 1 for row in rows], dtype=np.int64)
     places = [e.steps for e in evaluated]
@@ -235,10 +235,10 @@ def latest_groups(run: Path) -> tuple[str, list[Row]]:
 
     Groups of training steps are read, or else those of evaluations. Raises UserError if nothing is recorded.
     """
-    there = entries(run / FOLDER)
-    kind = "step" if any(m.kind == "step" for m in there) else "evaluation"
+    moments = entries(run / FOLDER)
+    kind = "step" if any(m.kind == "step" for m in moments) else "evaluation"
     last: dict[str, Row] = {}
-    for moment in (m for m in there if m.kind == kind):
+    for moment in (m for m in moments if m.kind == kind):
         groups = read_groups(run / FOLDER, moment).drop_columns(["prompt", "reference"]).to_pylist()
         last |= {g["prompt_id"]: g for g in groups if g["rollouts"]}
     if not last:
@@ -267,11 +267,11 @@ def plot_pass_rates(rates: Floats, shares: list[float], path: Path) -> Path:
 def simulation_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
     """Draw the three curves of BroRL's Fig. 3, and below them the terms of Theorem 1."""
     runs: _Runs = {}
-    for c in curves:
-        runs.setdefault(c.n, []).append(c)
+    for curve in curves:
+        runs.setdefault(curve.n, []).append(curve)
     runs = dict(sorted(runs.items()))
 
-    figure, ((mass, improved, drop), (moved, predicted, signs)) = figure_of(2, 3, 13.5, 7.8)
+    figure, ((mass, improved, drop), (moved, predicted, signs)) = figure_of(rows=2, columns=3, width=13.5, height=7.8)
     seeds = len(next(iter(runs.values())))
     rule = f"AdamW, lr {settings.lr:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
     if settings.optimizer == "sgd":
@@ -296,8 +296,8 @@ def simulation_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
     drop.yaxis.set_major_formatter(format_)
     drop.legend(frameon=False, fontsize=9, title="N (draws per step)", title_fontsize=9, loc="best")
 
-    what = "AdamW's steps" if settings.optimizer == "adamw" else "the steps"
-    panel(moved, f"What moved it: {what}, split", "change of $Q_{pos}$ over the run", "N")
+    steps_text = "AdamW's steps" if settings.optimizer == "adamw" else "the steps"
+    panel(moved, f"What moved it: {steps_text}, split", "change of $Q_{pos}$ over the run", "N")
     _parts(moved, runs, MOVED, with_measured=True)
 
     panel(predicted, "What Theorem 1 predicts: plain gradient", "change of $Q_{pos}$ over the run", "N")
@@ -320,14 +320,14 @@ def _seeds(axes: Axes, runs: _Runs, name: str) -> None:
 def _parts(axes: Axes, runs: _Runs, names: tuple[str, ...], with_measured: bool) -> None:
     """Draw the sum of each part over the run as a bar, averaged over seeds."""
     width = 0.8 / len(names)
-    at = np.arange(len(runs))
+    places = np.arange(len(runs))
     for i, (name, (label, color)) in enumerate(zip(names, list(_PARTS.items())[: len(names)], strict=True)):
         heights = [_total(curves, name) for curves in runs.values()]
-        axes.bar(at + (i - (len(names) - 1) / 2) * width, heights, width, color=color, label=label)
+        axes.bar(places + (i - (len(names) - 1) / 2) * width, heights, width=width, color=color, label=label)
 
     if with_measured:
         measured = [_total(curves, "measured") for curves in runs.values()]
-        axes.plot(at, measured, "D", color="black", markersize=6, label="measured")
+        axes.plot(places, measured, "D", color="black", markersize=6, label="measured")
 
     axes.axhline(0, color="black", linewidth=0.8)
     low, high = axes.get_ylim()
@@ -339,13 +339,13 @@ def _parts(axes: Axes, runs: _Runs, names: tuple[str, ...], with_measured: bool)
 
 
 def _signs(axes: Axes, runs: _Runs) -> None:
-    at = np.arange(len(runs))
+    places = np.arange(len(runs))
     rows = {
         "predicted (plain gradient)": (BLUE, [_rising(c, PREDICTED) for c in runs.values()]),
         "measured": ("black", [_rising(c, ("measured",)) for c in runs.values()]),
     }
     for i, (label, (color, heights)) in enumerate(rows.items()):
-        axes.bar(at + (i - 0.5) * 0.38, heights, 0.38, color=color, label=label)
+        axes.bar(places + (i - 0.5) * 0.38, heights, width=0.38, color=color, label=label)
     axes.set_ylim(0, 1.22)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

@@ -61,28 +61,28 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
     an evaluation; None selects the last moment of the kind. prompt: a prompt id; without a number, it selects the last
     moment with recorded rollouts of this prompt. Raises UserError if the moment or the prompt was not recorded.
     """
-    there = entries(folder)
-    matches = [m for m in there if kind in ("", m.kind) and number in (None, m.shown)]
+    saved = entries(folder)
+    matches = [m for m in saved if kind in ("", m.kind) and number in (None, m.shown)]
     if not matches:
-        raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} is recorded; try {listed(there)}")
+        raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} is recorded; try {listed(saved)}")
     if prompt is None or number is not None:
         return Recorded(matches[-1], read_groups(folder, matches[-1]), read_rollouts(folder, matches[-1]))
     ids: dict[str, None] = {}
     for moment in reversed(matches):
         groups = read_groups(folder, moment)
-        own = filter_rows(groups, "prompt_id", [prompt])
-        if len(own) and pc.max(own["recorded"]).as_py():
+        prompt_groups = filter_rows(groups, "prompt_id", [prompt])
+        if len(prompt_groups) and pc.max(prompt_groups["recorded"]).as_py():
             return Recorded(moment, groups, read_rollouts(folder, moment))
         ids |= dict.fromkeys(groups.filter(pc.greater(groups["recorded"], 0))["prompt_id"].to_pylist())
-    near = difflib.get_close_matches(prompt, ids, 1, 0) or ["unknown"]
+    near = difflib.get_close_matches(prompt, ids, n=1, cutoff=0) or ["unknown"]
     raise UserError(f"{folder}: no rollout of prompt {prompt!r} is recorded; the most similar id is {near[0]}")
 
 
-def listed(there: Sequence[LogEntry]) -> str:
+def listed(moments: Sequence[LogEntry]) -> str:
     """Return the numbers of recorded steps and evaluations in words."""
     parts = []
     for kind in ("step", "evaluation"):
-        numbers = [m.shown for m in there if m.kind == kind]
+        numbers = [m.shown for m in moments if m.kind == kind]
         if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
             parts.append(f"{kind}s {numbers[0]} to {numbers[-1]}")
         elif numbers:
@@ -93,7 +93,7 @@ def listed(there: Sequence[LogEntry]) -> str:
 def export(recorded: Recorded, path: Path) -> int:
     """Write the rollouts, each with its prompt, as .jsonl or .parquet, atomically. Return their number.
 
-    Raises UserError for another ending, where there is nothing to write and where the file cannot be written.
+    Raises UserError for another ending, if there is nothing to write, and if the file cannot be written.
     """
     if path.suffix not in EXPORTS:
         raise UserError(f"{path}: unknown format; use one of the endings {', '.join(EXPORTS)}")
@@ -187,11 +187,11 @@ def _response(r: Row) -> str:
         return printable(r["text"])
     names = {True: "model", False: "environment"}
     lines = []
-    last = 0
+    sequence = 0
     for turn in r["turns"]:
-        if turn["sequence"] != last:
-            last = turn["sequence"]
-            lines.append(f"[sequence {last + 1}]")
+        if turn["sequence"] != sequence:
+            sequence = turn["sequence"]
+            lines.append(f"[sequence {sequence + 1}]")
         lines.append(f"[{names[turn['sampled']]}]\n{printable(turn['text'])}")
     return "\n".join(lines)
 
