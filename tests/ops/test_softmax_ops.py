@@ -12,7 +12,7 @@ from megatron_brorl.ops.fused.softmax import Shard
 OPS = torch.ops.brorl
 
 
-SIZES = [
+SIZES = [  # m, n, k of products [m, k] @ [k, n]
     (5, 7, 3),
     (1, 1, 1),
     (1, 40, 30),
@@ -49,7 +49,7 @@ def test_products_of_rows_that_overlap(dtype):
     windows = vector.as_strided((80, 90), (1, 1))
     for a, b in ((row.expand(70, 80), windows), (windows[:70, :80], row.expand(80, 80).t())):
         out = torch.zeros(len(a), b.shape[1], dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-        softmax.gemm_(out, a, b, False)
+        softmax.gemm_(out, a, b, accumulate=False)
         assert close(out, a.double() @ b.double(), 1e-6)
 
 
@@ -62,17 +62,17 @@ def test_parts_of_the_vocabulary_merge(dtype, cuts):
     logits[0, :1500] = float("-inf")  # a whole block and a whole shard have no probability
     ids = torch.tensor([1600, 0, 699, 700, 1999, 1023])
     temperature = 0.6
-    parts = []
+    statistics = []
     start = 0
-    for part in logits.split(list(cuts), dim=1):
-        shard = Shard(start, part.shape[1], temperature, None)
-        parts.append(softmax.softmax_statistics(part.contiguous(), ids, shard))
-        start += part.shape[1]
-    largest = torch.stack([p[:, 0] for p in parts]).amax(0)
+    for shard_logits in logits.split(list(cuts), dim=1):
+        shard = Shard(start, live=shard_logits.shape[1], temperature=temperature, group=None)
+        statistics.append(softmax.softmax_statistics(shard_logits.contiguous(), ids, shard).unbind(1))
+        start += shard_logits.shape[1]
+    largest = torch.stack([maximum for maximum, *_ in statistics]).amax(0)
     sums = torch.zeros(6, 3, dtype=torch.float64)
-    for p in parts:
-        shift = torch.where(p[:, 1] == 0, 0.0, (p[:, 0] - largest) / temperature)
-        terms = (shift.exp() * p[:, 1], shift.exp() * (p[:, 2] + shift * p[:, 1]), p[:, 3])
+    for maximum, total, weighted, logit_of_id in statistics:
+        shift = torch.where(total == 0, 0.0, (maximum - largest) / temperature)
+        terms = (shift.exp() * total, shift.exp() * (weighted + shift * total), logit_of_id)
         sums += torch.stack(terms, dim=1)
     expected = (logits.double() / temperature).log_softmax(-1)
     log_probs = (sums[:, 2] - largest) / temperature - sums[:, 0].log()
