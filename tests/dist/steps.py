@@ -178,22 +178,14 @@ def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[
     trainer = trainer_of(directory, parallel, changes)
     trainer.recorder = Recorder(Path(folder), trainer.config, fakes.Tokenizer().decode, (fakes.STOP,), rank)
     take_steps(trainer, 2)
-    trainer.evaluate(_Silent())
+    trainer.evaluate(fakes.Notes())
     return sorted(path.name for path in Path(folder).glob(f"*.{rank:05d}.parquet"))
 
 
 def evaluation(_rank: int, directory: str, parallel: dict[str, Any], lose: set[tuple[str, int]]) -> dict[str, Any]:
     trainer = trainer_of(directory, parallel, {}, fakes.Engine(lose=lose))
     trainer.sync_weights()
-    return trainer.evaluate(_Silent()).as_dict()
-
-
-class _Silent:
-    def update(self, step_done: int, metrics: dict[str, str], steps_left: float = 0.0) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
+    return trainer.evaluate(fakes.Notes()).as_dict()
 
 
 def resumed(

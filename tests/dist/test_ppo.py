@@ -26,10 +26,7 @@ class Critic(torch.nn.Module):
 def optimizer(module, config):
     """Norm weights and biases are not decayed."""
     matrices, vectors = ([p for p in module.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 

@@ -88,15 +88,11 @@ def reference_follows(
     return results
 
 
-def same(a, b):
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize(("size", "reward", "critic"), [(1, 1.0, False), (2, 0.0, True)])
 def test_a_step_without_kept_groups_changes_nothing(worlds, directory, size, reward, critic):
     changes = SMALL | ({"algo": {"advantage": "gae"}} if critic else {}) | {"reward": {"cut_off_factor": 1.0}}
     for metrics, before, after in worlds(size).run("test_recipe:judged", directory, {}, changes, reward, steps=2):
-        assert same(before, after)
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
         for row in metrics:
             assert (row["kept_share"], row["updates"], row["trained_tokens"]) == (0, 0, 0)
             assert (row["all_right_share"] > 0.5, row["all_wrong_share"] > 0.5) == (reward == 1, reward == 0)
@@ -163,10 +159,7 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
     """Three siblings of two prompts often agree, so prompts are refilled until two are kept, at most three times.
 
     The learning rate counts the rollouts of the kept groups."""
-    changes = {
-        "rollout": {"prompts": 2, "n": 3, "refills": 2},
-        "optim": {"lr": 1e-3, "lr_for_rollouts": 24},
-    }
+    changes = {"rollout": {"prompts": 2, "n": 3, "refills": 2}, "optim": {"lr": 1e-3, "lr_for_rollouts": 24}}
     results = worlds(size).run("steps:run_steps", directory, parallel, changes, steps=8, faults={})
     rounds = 0
     prompts_taken = 0

@@ -35,18 +35,17 @@ def writes(monkeypatch):
 
     A function in `before[step]` is called before that step's checkpoint is written.
     """
-    saves = []
     write = Save.write
 
     def record_and_write(self, group=None):
         step = int(self.target.name.removeprefix("step_"))
-        saves.append((step, threading.current_thread() is threading.main_thread()))
+        record_and_write.saves.append((step, threading.current_thread() is threading.main_thread()))
         if step in record_and_write.before:
             record_and_write.before[step]()
         write(self, group)
 
     record_and_write.before = {}
-    record_and_write.saves = saves
+    record_and_write.saves = []
     monkeypatch.setattr(Save, "write", record_and_write)
     return record_and_write
 
