@@ -225,9 +225,8 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
         assert benchmark["response_tokens"] == pytest.approx(sum(a["tokens"] for a in benchmark_prompts) / count)
     parts = evaluation["benchmarks"].values()
     for key in ("pass_at_1", "mean_reward"):
-        assert evaluation["mean_of_benchmarks"][key]["mean"] == pytest.approx(
-            sum(part[key]["mean"] for part in parts) / 2
-        )
+        expected = sum(part[key]["mean"] for part in parts) / 2
+        assert evaluation["mean_of_benchmarks"][key]["mean"] == pytest.approx(expected)
     assert "| words | exact | 1 | 4 |" in (tmp_path / "one" / "evaluation.md").read_text()
     assert (tmp_path / "one" / "evaluation.png").stat().st_size > 10_000
     result = brorl("compare", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "both", plots=True)
