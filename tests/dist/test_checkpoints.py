@@ -215,15 +215,8 @@ def test_resume_is_bit_exact_and_other_layouts_continue(
 )
 def test_the_distributed_optimizer_needs_the_saved_layout(worlds, directories, tmp_path, family, saved, refusals):
     """Only the number of replicas may differ."""
-    worlds(2).run(
-        "steps:resumed",
-        directories[family],
-        saved,
-        FEW_ROLLOUTS | DISTRIBUTED_OPTIMIZER,
-        1,
-        stop_at=1,
-        root=str(tmp_path),
-    )
+    first_run = FEW_ROLLOUTS | DISTRIBUTED_OPTIMIZER
+    worlds(2).run("steps:resumed", directories[family], saved, first_run, steps=1, stop_at=1, root=str(tmp_path))
     for parallel, changes, pattern in refusals:
         for refusal in worlds(2).run(
             "test_checkpoints:refused", directories[family], parallel, FEW_ROLLOUTS | changes, str(tmp_path)

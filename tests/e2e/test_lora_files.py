@@ -71,7 +71,7 @@ def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, init, tmp_p
 
 
 def test_conversions_that_do_not_fit_are_refused(adapted, config, init, tmp_path):
-    """The other base differs from the model in the last bit of one weight."""
+    """The folder `other` has the base model with another last bit of one weight."""
     other = tmp_path / "other"
     latest = adapted / "checkpoints/latest"
     out = tmp_path / "out"

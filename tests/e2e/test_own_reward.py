@@ -59,7 +59,7 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
         assert f"mean reward {reward['mean']:.4g} (95% interval {interval})" in result.stderr
     assert "'minus.py:score' gives -0.75 to the reference answer of row sum-3" in result.stderr
 
-    # The last line names the key, and pass-rates counts the subsets of 8 rollouts with equal rewards.
+    # The last line names the key. pass-rates prints the share of subsets of 8 rollouts whose rewards differ.
     assert "warning: no reward of the run reached reward.correct_at = 1 (mean " in result.stdout.splitlines()[-1]
     run = load_run(folder / "minus")
     counts = Counter((r["prompt_id"], r["reward"]) for step in (0, 1) for r in run.rollouts(step).to_pylist())

@@ -132,7 +132,7 @@ def test_linear(shape, width, with_bias, dtype):
         ops.linear(x, weight, bias)
         assert torch.equal(bias, before)
     else:
-        compare(lambda x, w: ops.linear(x, w, None)[0], lambda x, w: x @ w.t(), [x, weight], grad_out, dtype)
+        compare(lambda x, w: ops.linear(x, w, bias=None)[0], lambda x, w: x @ w.t(), [x, weight], grad_out, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,8 +166,8 @@ def test_products_add_to_the_main_gradient(before, dtype):
     g = torch.Generator().manual_seed(6)
     ones = torch.ones(24, dtype=dtype)
     product = {
-        "nothing": lambda x, w: ops.linear(x, w, None)[0],
-        "norm": lambda x, w: ops.norm_linear(x, ones, EPS, w, None)[0],
+        "nothing": lambda x, w: ops.linear(x, w, bias=None)[0],
+        "norm": lambda x, w: ops.norm_linear(x, ones, EPS, w, bias=None)[0],
         "activation": lambda x, w: ops.swiglu_linear(x.clone(), w)[0],
     }[before]
     # Both sides round the operands to the dtype first.
@@ -198,7 +198,7 @@ def test_views_that_are_not_contiguous():
     identity = torch.eye(4)
     close(ops.swiglu_linear(x[:, 1:], identity)[0], swiglu(x[:, 1:].double()), torch.float32)
     close(ops.swiglu_linear(x.transpose(0, 1), identity)[0], swiglu(x.transpose(0, 1).double()), torch.float32)
-    normed, _ = ops.norm_linear(x[:, 1, :4], weight, EPS, identity, None)
+    normed, _ = ops.norm_linear(x[:, 1, :4], weight, EPS, identity, bias=None)
     close(normed, norm(x[:, 1, :4].double(), weight.double()), torch.float32)
 
 
@@ -224,12 +224,12 @@ def test_rotate(tokens, heads, dim, width, dtype):
     x = before.clone()
     cos = angle.cos().to(wide)
     sin = angle.sin().to(wide)
-    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, False)
+    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, inverse=False)
     turned = x[:, :, :-1, :dim]
     close(turned, rotate(before[:, :, :-1, :dim].flatten(1, 2).double(), angle).view_as(turned), dtype)
     assert torch.equal(x[:, :, -1], before[:, :, -1])
     assert torch.equal(x[..., dim:], before[..., dim:])
-    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, True)
+    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, inverse=True)
     close(x, before.double(), dtype)
 
 

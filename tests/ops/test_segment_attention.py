@@ -84,7 +84,7 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
 def test_gradient_reaches_the_projection(normed, bias, dim):
     """Attention overwrites a view of the result of another op, as in FusedSelfAttention."""
     segments = table([(3, (2, 4))])
-    _, angle = inputs(9, 2, 2, dim, seed=6)
+    _, angle = inputs(9, kv_heads=2, heads=2, dim=dim, seed=6)
     g = torch.Generator().manual_seed(7)
     x = torch.randn(9, 1, 8, generator=g)
     weight = torch.randn(2 * 4 * dim, 8, generator=g) / 3
@@ -114,7 +114,7 @@ def test_gradient_reaches_the_projection(normed, bias, dim):
 def test_large_scores():
     """Weights are exactly 0 or 1, and nothing overflows."""
     segments = table([(600, (3,))])
-    qkv, _ = inputs(603, 1, 1, 16, seed=2)
+    qkv, _ = inputs(603, kv_heads=1, heads=1, dim=16, seed=2)
     qkv[:, :, :2] *= 100
     angle = torch.zeros(603, 8)
     expected = brute_force(qkv.double(), angle.double(), segments, scale=1.0)
@@ -125,21 +125,21 @@ def test_large_scores():
 
 def test_backward_of_an_overwritten_input_fails():
     """A function that saved the projection must not compute its gradient from the rotated projection."""
-    qkv, angle = inputs(4, 1, 1, 16, seed=5)
+    qkv, angle = inputs(4, kv_heads=1, heads=1, dim=16, seed=5)
     projected = qkv.requires_grad_().exp()  # The backward pass of exp needs its result.
-    out = ops.attend(projected, angle.cos().float(), angle.sin().float(), table([(0, (4,))]), 1.0)
+    out = ops.attend(projected, angle.cos().float(), angle.sin().float(), table([(0, (4,))]), scale=1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         out.sum().backward()
 
 
 def test_results_do_not_depend_on_threads():
     segments = table(STREAMS["groups of all kinds"])
-    qkv, _ = inputs(int(segments[:, 1].sum()), 2, 2, 32, seed=3)
+    qkv, _ = inputs(int(segments[:, 1].sum()), kv_heads=2, heads=2, dim=32, seed=3)
     up = qkv[:, :, :2].contiguous()
 
     def results():
-        out, sums = OPS.segment_attention(qkv, segments, 0.2)
-        return out, sums, OPS.segment_attention_gradient(up, qkv, out, sums, segments, 0.2)
+        out, sums = OPS.segment_attention(qkv, segments, scale=0.2)
+        return out, sums, OPS.segment_attention_gradient(up, qkv, out, sums, segments, scale=0.2)
 
     first, *others = with_threads(results)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
@@ -162,4 +162,4 @@ X = torch.zeros(4, 2, 3, 16)
 )
 def test_mistakes(qkv, segments, error, message):
     with pytest.raises(error, match=message):
-        OPS.segment_attention(qkv, torch.tensor(segments), 1.0)
+        OPS.segment_attention(qkv, torch.tensor(segments), scale=1.0)

@@ -32,7 +32,8 @@ SIZES = [  # m, n, k of products [m, k] @ [k, n]
 def test_products_keep_at_least_float32(m, n, k, transposed, dtype):
     g = torch.Generator().manual_seed(m)
     a, b = (torch.randn(*shape, generator=g).to(dtype) for shape in ((m, k), (k, n)))
-    left, right = (x.t().contiguous().t() if t else x for x, t in zip((a, b), transposed, strict=True))
+    layouts = zip((a, b), transposed, strict=True)
+    left, right = (x.t().contiguous().t() if by_columns else x for x, by_columns in layouts)
     start = torch.randn(m, n, generator=g).to(torch.float64 if dtype == torch.float64 else torch.float32)
     for accumulate in (False, True):
         out = start.clone()
@@ -85,19 +86,22 @@ def test_wrong_shapes_and_dtypes_are_refused():
     logits = torch.zeros(3, 4)
     ids = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(TypeError, match="logits must be float32 or float64"):
-        OPS.softmax_statistics(logits.half(), ids, 0, 1.0)
+        OPS.softmax_statistics(logits.half(), ids, start=0, temperature=1.0)
     with pytest.raises(ValueError, match="contiguous"):
-        OPS.softmax_statistics(logits.t(), torch.zeros(4, dtype=torch.int64), 0, 1.0)
+        OPS.softmax_statistics(logits.t(), torch.zeros(4, dtype=torch.int64), start=0, temperature=1.0)
+    options = {"entropy_gradient": None, "start": 0, "temperature": 1.0, "narrow": False}
     with pytest.raises(ValueError, match=r"statistics must be \[3, 4\] float64"):
-        OPS.softmax_gradient_(logits, ids, torch.zeros(3, 4), torch.zeros(3), None, 0, 1.0, False)
+        OPS.softmax_gradient_(logits, ids, torch.zeros(3, 4), torch.zeros(3), **options)
     with pytest.raises(ValueError, match=r"cannot write \[2, 3\] times \[4, 5\]"):
-        OPS.gemm_(torch.zeros(2, 5), torch.zeros(2, 3), torch.zeros(4, 5), False)
+        OPS.gemm_(torch.zeros(2, 5), torch.zeros(2, 3), torch.zeros(4, 5), accumulate=False)
     with pytest.raises(TypeError, match="cannot multiply BFloat16 by BFloat16 to BFloat16"):
-        OPS.gemm_(*(torch.zeros(2, 2, dtype=torch.bfloat16) for _ in range(3)), False)
-    v = torch.zeros(2)
+        OPS.gemm_(*(torch.zeros(2, 2, dtype=torch.bfloat16) for _ in range(3)), accumulate=False)
+    tensors = {name: torch.zeros(2) for name in ("log_probs", "entropy", "rollout", "advantages", "weights")}
+    good = {**tensors, "old": None, "reference": None, "policy_loss": "clip", "constants": [0.8, 1.2, 0.0]}
+    good |= {"is_cap": 0.0, "kl_coef": 0.0, "kl_estimator": "k1", "entropy_coef": 0.0}
     with pytest.raises(ValueError, match="kl_estimator must be k1, k2 or k3, got k4"):
-        OPS.ppo_tokens(v, v, None, v, None, v, v, "clip", [0.8, 1.2, 0.0], 0.0, 0.0, "k4", 0.0)
+        OPS.ppo_tokens(**good | {"kl_estimator": "k4"})
     with pytest.raises(ValueError, match="has no policy_loss clap"):
-        OPS.ppo_tokens(v, v, None, v, None, v, v, "clap", [0.8, 1.2, 0.0], 0.0, 0.0, "k1", 0.0)
+        OPS.ppo_tokens(**good | {"policy_loss": "clap"})
     with pytest.raises(ValueError, match="policy_loss clip takes 3 constants, got 2"):
-        OPS.ppo_tokens(v, v, None, v, None, v, v, "clip", [0.8, 1.2], 0.0, 0.0, "k1", 0.0)
+        OPS.ppo_tokens(**good | {"constants": [0.8, 1.2]})

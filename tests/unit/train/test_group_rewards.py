@@ -141,7 +141,7 @@ def quarters(answer):
 
 @pytest.mark.parametrize("judge", [lambda answer: float(fakes.reward(answer)), quarters], ids=["0 and 1", "quarters"])
 def test_the_gradient_of_a_subset_equals_a_float64_loop(processes, model, judge):
-    """Only 7 rollouts of a group are in the update, with advantages from all that are not lost."""
+    """Only 7 rollouts of a group are in the update. Their advantages depend on all surviving rollouts."""
     k = 7
     groups = []
     factors = {}  # see by_hand.update
@@ -153,7 +153,7 @@ def test_the_gradient_of_a_subset_equals_a_float64_loop(processes, model, judge)
         rewards = [judge(text) for text in texts]
         groups.append((prompt, rows, rewards))
         ranked = sorted(rewards)
-        subsets = [ranked[: k - i] + ranked[len(ranked) - i :] for i in range(k + 1)]
+        subsets = [ranked[: k - i] + ranked[len(ranked) - i :] for i in range(k + 1)]  # k - i lowest, i highest rewards
         occur = Counter(max(subsets, key=statistics.pvariance))
         tokens = sum(len(row) for row, reward in zip(rows, rewards, strict=True) if reward in occur)
         for reward, count in occur.items():
