@@ -19,7 +19,7 @@ from megatron_brorl.tracking.timeline import span
 
 
 def wait_for_rank_1(rank: int, writes: bool) -> str:
-    """Return the report of rank 0, which waits for rank 1. Rank 1 waits for that report, with a reporter if `writes`."""
+    """Return the report of rank 0, which waits for rank 1. Rank 1 waits for that report, with a reporter if writes."""
     grid_of()
     lines: queue.Queue[str] = queue.Queue()
     store = network.shared_store()
