@@ -31,22 +31,22 @@ from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience, Prompt
 
 CPU = torch.device("cpu")
+PROMPT_OF_ROW = [0] * 9 + [1] * 3 + [2] * 11 + [3]  # the prompt index of each of the 24 rows
 
 
 def rows(seed: int, count: int = 24) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return four prompts with 9, 3, 11 and 1 responses of different lengths, one of them of one token."""
+    """Return prompt and response of each row. Four prompts have 9, 3, 11 and 1 of 24 rows; the first has one token."""
     g = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (5, 9, 2, 6)]
     lengths = [1, *torch.randint(1, 20, (count - 1,), generator=g).tolist()]
-    return (
-        [prompts[next(k for k, end in enumerate((9, 12, 23, 24)) if i * 24 < end * count)] for i in range(count)],
-        [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in lengths],
-    )
+    responses = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in lengths]
+    return [prompts[PROMPT_OF_ROW[24 * i // count]] for i in range(count)], responses
 
 
 def share(items: Sequence[Any], grid: grids.Grid) -> list[Any]:
     """Return the items of this data-parallel rank."""
-    return list(items[len(items) * grid.dp_rank // grid.dp_size : len(items) * (grid.dp_rank + 1) // grid.dp_size])
+    begin, end = (len(items) * rank // grid.dp_size for rank in (grid.dp_rank, grid.dp_rank + 1))
+    return list(items[begin:end])
 
 
 _GRIDS: dict[str, tuple[grids.Grid, dict[str, Any]]] = {}
@@ -58,8 +58,8 @@ def grid_of(**parallel: Any) -> grids.Grid:
     if key not in _GRIDS:
         grid = grids.build(ParallelConfig(**parallel))
         _GRIDS[key] = (grid, {k: v for k, v in vars(parallel_state).items() if k.startswith("_") and k[1:2].isupper()})
-    grid, state = _GRIDS[key]
-    vars(parallel_state).update(state)  # Megatron's globals of that layout
+    grid, megatron_globals = _GRIDS[key]
+    vars(parallel_state).update(megatron_globals)
     return grid
 
 
@@ -93,16 +93,16 @@ def forward_and_export(
     logits = {}
 
     def head(hidden: torch.Tensor, batch: Packed, temperature: float) -> Any:
-        part = hidden.squeeze(1)[batch.predict] @ actor.head_weight().t()
-        parts = [torch.empty_like(part) for _ in range(worker.grid.tp_size)]
-        dist.all_gather(parts, part, group=worker.grid.groups.tp)
-        logits.update(batch.split(torch.cat(parts, dim=-1)[:, : worker.shape.vocab]))
+        shard = hidden.squeeze(1)[batch.predict] @ actor.head_weight().t()
+        shards = [torch.empty_like(shard) for _ in range(worker.grid.tp_size)]
+        dist.all_gather(shards, shard, group=worker.grid.groups.tp)
+        logits.update(batch.split(torch.cat(shards, dim=-1)[:, : worker.shape.vocab]))
         return type(actor).head(actor, hidden, batch, temperature)
 
     actor.head = head
     log_probs = worker.log_probs(prompts, responses, temperature)
-    for own in logits.values():
-        dist.all_reduce(own, group=worker.grid.groups.cp)  # zeros except for this rank's tokens
+    for row_logits in logits.values():
+        dist.all_reduce(row_logits, group=worker.grid.groups.cp)  # zeros except for this rank's tokens
     weights = streamed(worker)
     if rank == 0:
         hugging_face.save(weights.items(), directory, target, "float32")
@@ -118,7 +118,7 @@ def train_steps(
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Take two policy updates from the same weights and batch; return the metrics of each and the final weights."""
     # Adam's eps is well above float32 noise. At 1e-8 the first step is the sign of each gradient, also of those (key
-    # biases) that are zero up to rounding, and the test would compare rounding errors.
+    # biases) that are zero up to rounding, and a test would compare rounding errors.
     optim = OptimConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
     worker = make_worker(directory, parallel, optim, **{k: v for k, v in options.items() if k != "algo"})
     prompts, responses = rows(2)
@@ -126,20 +126,20 @@ def train_steps(
     noise = [0.3 * torch.randn(len(r), generator=g) for r in responses]
     advantages = torch.randn(len(responses), generator=g)
     base = torch.full((), -4.0)
-    own = share(range(len(prompts)), worker.grid)
+    own_rows = share(range(len(prompts)), worker.grid)
     experience = Experience(
         prompts=tuple(prompts),
         responses=tuple(responses),
         rollout_log_probs=tuple(base + 0.5 * n for n in noise),
         old_log_probs=tuple(base + n for n in noise),
         advantages=tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)),
-    ).select(own)
+    ).select(own_rows)
     algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
     metrics = []
     for update in range(2):
         worker.offload()
         assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
-        metrics.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
+        metrics.append(update_policy(worker, experience, [list(range(len(experience)))], algo, optim, 0.9, update))
     return metrics, streamed(worker)
 
 
@@ -149,7 +149,7 @@ def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options
     prompts, responses = rows(2)
     zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
     experience = Experience(tuple(prompts), tuple(responses), zeros, old_log_probs=None, advantages=ones)
-    update_policy(worker, experience, [list(range(len(prompts)))], AlgoConfig(), OptimConfig(), 1.0, 0)
+    update_policy(worker, experience, [list(range(len(prompts)))], AlgoConfig(), OptimConfig(), 1.0, first_update=0)
     tensors = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel() > 1}
     return worker.grid.pp_rank, sum(s.nbytes() for s in storages.values())
@@ -157,19 +157,19 @@ def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options
 
 def engine_gap(rank: int, directory: str, parallel: dict[str, Any]) -> float:
     """Return the largest |log-prob of the engine - log-prob of the actor| over sampled tokens after a weight sync."""
-    return float(engine_gaps(rank, directory, parallel, torch.float32, False).max())
+    return float(engine_gaps(rank, directory, parallel, torch.float32, replay=False).max())
 
 
 def engine_gaps(_rank: int, directory: str, parallel: dict[str, Any], dtype: torch.dtype, replay: bool) -> torch.Tensor:
     """Return |log-prob of the engine - log-prob of the actor| of sampled tokens. replay: use the engine's experts."""
     worker = make_worker(directory, parallel)
     shape = worker.shape
-    engine = TorchEngine(shape, hf_shapes(shape), CPU, dtype, 100, sample_tokens, FusedDecode())
-    engine.update_weights(worker.hf_tensors(), 0)
+    engine = TorchEngine(shape, hf_shapes(shape), CPU, dtype, max_rows=100, sample=sample_tokens, ops=FusedDecode())
+    engine.update_weights(worker.hf_tensors(), version=0)
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
     sampling = Sampling(temperature=0.9, top_p=1, top_k=0, max_tokens=24, stop_ids=(2,), routes=replay)
-    groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], sampling)
-    prompt_ids = [torch.tensor(p.token_ids) for p, g in zip(prompts, groups, strict=True) for _ in g]
+    groups = engine.generate([Request(p, key=11 + i, n=16) for i, p in enumerate(prompts)], sampling)
+    prompt_ids = [torch.tensor(p.token_ids) for p, g in zip(prompts, groups, strict=True) for _rollout in g]
     rollouts = [r for g in groups for r in g]
     routes = [r.routes for r in rollouts] if replay else None
     actual = worker.log_probs(prompt_ids, [r.token_ids for r in rollouts], 0.9, routes)
@@ -190,14 +190,14 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
 
 
 def fused_loss(rank: int, world: int, seed: int, settings: PolicyLossSettings, padded: int = 1600) -> tuple[Any, ...]:
-    """Return the fused loss in float32 on this rank's shard of the vocabulary, with the gradient of the shard."""
-    case = make(150, 16, 1001, seed=seed)
-    rows = padded // world  # the shards of the last ranks are partly or all padding
+    """Return the fused loss in float32, and the gradients, from this rank's shard of a weight with `padded` rows."""
+    case = make(rows=150, width=16, vocab=1001, seed=seed)
+    shard_rows = padded // world  # the shards of the last ranks are partly or all padding
     weight = torch.full((padded, 16), 1e3, dtype=torch.float64)
     weight[:1001] = case.weight
-    part = dataclasses.replace(case, weight=weight[rank * rows : (rank + 1) * rows])
-    group = {"group": grid_of(tensor=world).groups.tp, "vocab": 1001}
-    result, *grads = part.call(fused.linear_ppo_loss, torch.float32, settings, upstream=-1.5, **group)
+    shard = dataclasses.replace(case, weight=weight[rank * shard_rows : (rank + 1) * shard_rows])
+    sharding = {"group": grid_of(tensor=world).groups.tp, "vocab": 1001}
+    result, *grads = shard.call(fused.linear_ppo_loss, torch.float32, settings, upstream=-1.5, **sharding)
     return dataclasses.replace(result, loss=result.loss.detach()), *grads
 
 
@@ -206,18 +206,18 @@ def pipeline_messages(
 ) -> dict[str, list[tuple[torch.dtype, tuple[int, ...]]]]:
     """Return dtype and shape of the tensors that two training steps send to and receive from other stages, by call."""
     messages: dict[str, list[Any]] = {"isend": [], "irecv": []}
-    own = dist.batch_isend_irecv
+    original = dist.batch_isend_irecv
 
     def recorded(ops: list[dist.P2POp]) -> Any:
         for op in ops:
             messages[op.op.__name__].append((op.tensor.dtype, tuple(op.tensor.shape)))
-        return own(ops)
+        return original(ops)
 
     dist.batch_isend_irecv = recorded
     try:
         train_steps(rank, directory, parallel, {"tokens": 60})
     finally:
-        dist.batch_isend_irecv = own
+        dist.batch_isend_irecv = original
     return messages
 
 

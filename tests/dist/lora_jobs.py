@@ -25,7 +25,7 @@ ADVANTAGES = torch.randn(24, generator=torch.Generator().manual_seed(3))
 
 def experience_of(worker: Worker) -> Experience:
     """Return this data-parallel rank's part of the 24 responses of `rows`, whose ratios are 1."""
-    prompts, responses, advantages = (share(part, worker.grid) for part in (*rows(2), ADVANTAGES))
+    prompts, responses, advantages = (share(column, worker.grid) for column in (*rows(2), ADVANTAGES))
     per_token = tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True))
     log_probs = worker.log_probs(prompts, responses, TEMPERATURE)
     return Experience(tuple(prompts), tuple(responses), tuple(log_probs), old_log_probs=None, advantages=per_token)
@@ -36,8 +36,8 @@ def fill(worker: Worker, adapters: dict[str, Tensor]) -> None:
     parameters, grid = global_parameters(worker.actor), worker.grid
     for entry in worker.adapter_table:
         if entry.stage == grid.pp_rank:
-            part = to_local(entry, [adapters[entry.hf[0]]], worker.shape.kv_heads, grid.tp_rank, grid.tp_size)
-            parameters[entry.megatron].data.copy_(part)
+            local = to_local(entry, [adapters[entry.hf[0]]], worker.shape.kv_heads, grid.tp_rank, grid.tp_size)
+            parameters[entry.megatron].data.copy_(local)
 
 
 def forward_and_gradients(
@@ -64,11 +64,11 @@ def forward_and_gradients(
     config.finalize_model_grads_func, config.no_sync_func = _reduce_gradients, worker.model.no_sync
     experience = experience_of(worker)
     lengths = [len(r) for r in experience.responses]
-    loss = ActorLoss(experience, AlgoConfig(), token_weights(lengths, "token_mean", sum(map(len, rows(2)[1])), 24))
+    weights = token_weights(lengths, "token_mean", tokens=sum(map(len, rows(2)[1])), sequences=24)
+    loss = ActorLoss(experience, AlgoConfig(), weights)
     worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker.head(TEMPERATURE))
     sums = {name: p.main_grad for name, p in global_parameters(worker.actor).items() if p.requires_grad}
-    buckets = make_buckets(worker.adapter_table, 8)
-    full = stream(buckets, worker.shape.kv_heads, sums, grid, torch.float64)
+    full = stream(make_buckets(worker.adapter_table, item_bytes=8), worker.shape.kv_heads, sums, grid, torch.float64)
     results["gradients"] = {name: tensor.clone() for name, tensor in full}
     return results
 
@@ -78,13 +78,13 @@ def train_with_reference(
 ) -> tuple[dict[str, list[Tensor]], list[dict[str, Tensor]]]:
     """Take two updates, reset the reference, and take one more.
 
-    Return log-probabilities by what computed them, and the adapters before and after all that.
+    Return log-probabilities by the model that computed them, and the adapters before and after the three updates.
     """
     optim = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.1)
     worker = make_worker(directory, parallel, optim, lora=LoraConfig(rank=3, alpha=12.0), seed=5, **options)
     reference = ReferencePolicy(worker, ReferenceConfig())
     experience = experience_of(worker)
-    own = experience.prompts, experience.responses, TEMPERATURE
+    inputs = experience.prompts, experience.responses, TEMPERATURE
     adapters = [{name: tensor.clone() for name, tensor in worker.adapter_tensors()}]
 
     def update(number: int) -> None:
@@ -92,12 +92,12 @@ def train_with_reference(
             worker, experience, [list(range(len(experience.prompts)))], AlgoConfig(), optim, TEMPERATURE, number
         )
 
-    log_probs = {"base": worker.log_probs(*own)}
+    log_probs = {"base": worker.log_probs(*inputs)}
     for number in range(2):
         update(number)
-    log_probs |= {"reference": reference.log_probs(*own), "trained": worker.log_probs(*own)}
+    log_probs |= {"reference": reference.log_probs(*inputs), "trained": worker.log_probs(*inputs)}
     reference.reset()
     update(2)
-    log_probs |= {"reference after its reset": reference.log_probs(*own), "actor": worker.log_probs(*own)}
+    log_probs |= {"reference after its reset": reference.log_probs(*inputs), "actor": worker.log_probs(*inputs)}
     adapters.append({name: tensor.clone() for name, tensor in worker.adapter_tensors()})
     return log_probs, adapters

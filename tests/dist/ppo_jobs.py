@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from dist.jobs import make_worker, rows, share, streamed
+from dist.jobs import PROMPT_OF_ROW, make_worker, rows, share, streamed
 
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ReferenceConfig
 from megatron_brorl.models.gpt import critic_body
@@ -39,9 +39,8 @@ GRPO = replace(ALGO, advantage="grpo", gamma=1.0, lam=1.0, kl_in="reward", kl_es
 SEQUENCES = replace(GRPO, ratio="sequence", eps_low=0.01, eps_high=0.01, aggregation="sequence_mean")
 SEQUENCES = replace(SEQUENCES, mismatch_mask="sequence")
 STEPS = 2
-CLIP = 0.05
+CLIP = 0.05  # critic.clip
 TEMPERATURE = 0.9
-OF_PROMPT = [0] * 9 + [1] * 3 + [2] * 11 + [3]
 
 
 def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[float]]:
@@ -49,26 +48,26 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
     prompts, responses = rows(10 + step)
     g = torch.Generator().manual_seed(step)
     # Single tokens and whole responses differ from the trainer by more than algo.mismatch_mask accepts.
-    sampled = [-5.0 + 0.5 * torch.randn(1, generator=g) + 0.4 * torch.randn(len(r), generator=g) for r in responses]
+    log_probs = [-5.0 + 0.5 * torch.randn(1, generator=g) + 0.4 * torch.randn(len(r), generator=g) for r in responses]
     rewards = torch.rand(24, generator=g)
     rewards[::5] = 1.0
-    return prompts, responses, sampled, rewards.tolist()
+    return prompts, responses, log_probs, rewards.tolist()
 
 
 def turns(responses: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return which tokens of each response the model sampled: the last one, and all of every third response."""
+    """Return which tokens of each response the model sampled: all, two of three or one of three, always the last."""
     return [torch.arange(-len(r), 0) % 3 >= i % 3 for i, r in enumerate(responses)]
 
 
 def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], list[TrainingRollout], torch.Tensor]:
     """Return the groups of a step, its rollouts, and their rewards as advantages [groups, N]."""
     prompts, responses, log_probs, rewards = batch(step)
-    prompt_ids = [prompts[OF_PROMPT.index(g)].tolist() for g in range(4)]
+    prompt_ids = [prompts[PROMPT_OF_ROW.index(g)].tolist() for g in range(4)]
     groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "exact"), step, i) for i, p in enumerate(prompt_ids)]
     rollouts = []
     advantages = torch.zeros(4, 11)
-    for i, (group, sampled) in enumerate(zip(OF_PROMPT, turns(responses), strict=True)):
-        sibling = i - OF_PROMPT.index(group)
+    for i, (group, sampled) in enumerate(zip(PROMPT_OF_ROW, turns(responses), strict=True)):
+        sibling = i - PROMPT_OF_ROW.index(group)
         rollout = TrainingRollout(group, sibling, responses[i], log_probs[i], right=rewards[i] >= 0.99)
         if environment and not sampled.all():
             rollout = replace(rollout, log_probs=log_probs[i] * sampled, sampled=sampled)
@@ -91,12 +90,12 @@ def ppo(
     metrics = []
     for step in range(STEPS):
         groups, all_rows, advantages = scored(step, environment)
-        own = share(all_rows, worker.grid)
-        experience, step_metrics = make_experience(own, groups, advantages, models, algo, TEMPERATURE)
+        own_rows = share(all_rows, worker.grid)
+        experience, step_metrics = make_experience(own_rows, groups, advantages, models, algo, TEMPERATURE)
         batches = mini_batches(experience.slots, [0, 1, 2, 3], algo.mini_batches, "siblings") * algo.epochs
         if critic:
-            step_metrics |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
-        step_metrics |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, 4 * step)
+            step_metrics |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, first_update=4 * step)
+        step_metrics |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, first_update=4 * step)
         places = [tuple(mask.nonzero().flatten().tolist()) for mask in experience.mask or ()]
         metrics.append({**step_metrics, "trained": dict(zip(experience.ids, places, strict=True))})
     return metrics, streamed(worker), critic_weights(critic) if critic else {}
@@ -106,7 +105,7 @@ def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
     """Return the full weights by Hugging Face name and, on the last stage, the value head."""
     shape = critic_body(critic.shape)
     grid = critic.grid
-    buckets = make_buckets(names.entries(shape, grid.pp_size), 4)
+    buckets = make_buckets(names.entries(shape, grid.pp_size), item_bytes=4)
     parameters = names.global_parameters(critic.critic)
     weights = {n: t.clone() for n, t in stream(buckets, shape.kv_heads, parameters, grid, torch.float32)}
     if grid.last_stage:

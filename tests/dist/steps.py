@@ -124,13 +124,13 @@ def make_trainer(
     held_out = fakes.prompts(5, 1000)
     reference = ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None
     models = TrainingModels(worker, _critic(directory, grid, config), reference)
-    return Trainer(config, grid, models, rollouts, fakes.Source(batch), held_out, (fakes.STOP,), 0.0)
+    return Trainer(config, grid, models, rollouts, fakes.Source(batch), held_out, (fakes.STOP,), started=0.0)
 
 
 def trainer_of(
     directory: str, parallel: dict[str, Any], changes: dict[str, Any], engine: Any = None, **parts: Any
 ) -> Trainer:
-    """Return a trainer in a layout; changes: to BASE. Its engine has no weights yet."""
+    """Return a trainer whose engine has no weights yet. changes: the fields that differ from BASE, by section."""
     return make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine(), **parts)
 
 
@@ -163,7 +163,7 @@ def run_steps(
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], list[Any]]:
     """Return metrics of each step, the final weights, and this rank's requests as (step, prompt, siblings).
 
-    faults: fields of fakes.Engine for the rank that is named by "rank", or for all.
+    faults: fields of fakes.Engine, for the one rank under the key "rank" or else for all ranks.
     """
     is_faulty = faults.get("rank", rank) == rank
     engine = fakes.Engine(**{k: v for k, v in faults.items() if k != "rank"} if is_faulty else {})
@@ -178,22 +178,14 @@ def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[
     trainer = trainer_of(directory, parallel, changes)
     trainer.recorder = Recorder(Path(folder), trainer.config, fakes.Tokenizer().decode, (fakes.STOP,), rank)
     take_steps(trainer, 2)
-    trainer.evaluate(_Silent())
+    trainer.evaluate(fakes.Notes())
     return sorted(path.name for path in Path(folder).glob(f"*.{rank:05d}.parquet"))
 
 
 def evaluation(_rank: int, directory: str, parallel: dict[str, Any], lose: set[tuple[str, int]]) -> dict[str, Any]:
     trainer = trainer_of(directory, parallel, {}, fakes.Engine(lose=lose))
     trainer.sync_weights()
-    return trainer.evaluate(_Silent()).as_dict()
-
-
-class _Silent:
-    def update(self, step_done: int, metrics: dict[str, str], steps_left: float = 0.0) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
+    return trainer.evaluate(fakes.Notes()).as_dict()
 
 
 def resumed(
@@ -201,7 +193,7 @@ def resumed(
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], list[dict[str, float]], dict[str, torch.Tensor]]:
     """Take steps and save after `stop_at` of them; then take the rest in a trainer that starts from the checkpoint.
 
-    Return metrics and final weights of both. test_checkpoints.py checks that saving changes no metric of a run.
+    Return metrics and final weights of both trainers. test_checkpoints.py checks that saving changes no metric.
     """
     trainer = trainer_of(directory, parallel, changes | {"run": {"seed": 3, "dir": root}})
     metrics = take_steps(trainer, stop_at)
@@ -219,7 +211,7 @@ def go_on(
     return take_steps(trainer, steps), streamed(trainer.models.actor)
 
 
-# Metrics that depend on floating-point order; the others are counts or sums in the same order.
+# Metrics that depend on floating-point order. All other metrics are counts, or sums in the same order.
 ROUNDED = {
     *("loss", "grad_norm", "entropy", "approx_kl", "ratio_mean", "ratio_max"),
     *("logprob_gap_mean", "logprob_gap_max", "staleness_mean"),
@@ -228,25 +220,26 @@ ROUNDED = {
 
 
 # Metrics that depend on the layout: shared prompts on several replicas, balance, and bytes sent.
-OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
+LAYOUT_METRICS = {"token_gain", "update_balance", "moved_mib"}
 
 
 def assert_same(results, expected):
     """Compare metrics and weights of every rank."""
     expected_metrics, weights = expected[:2]
     for metrics, own_weights, *_ in results:
-        for step, (a, b) in enumerate(zip(metrics, expected_metrics, strict=True)):
-            assert a.keys() == b.keys()
-            for key in a.keys() - OF_LAYOUT:
+        for step, (row, expected_row) in enumerate(zip(metrics, expected_metrics, strict=True)):
+            assert row.keys() == expected_row.keys()
+            for key in row.keys() - LAYOUT_METRICS:
                 tolerance = 1e-4 if key in ROUNDED or key.startswith("theory_") else 0
-                assert a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance, nan_ok=True), (step, key)
+                close = pytest.approx(expected_row[key], rel=tolerance, abs=tolerance, nan_ok=True)
+                assert row[key] == close, (step, key)
         for name, value in weights.items():
             assert (own_weights[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Return one rollout, and the arguments of the sampler at each of its positions."""
+    """A rollout, and the arguments of the sampler at each of its positions."""
 
     tokens: list[int]
     uniforms: list[float]
@@ -256,37 +249,35 @@ class Drawn:
 def draw(
     _rank: int, directory: str, parallel: dict[str, Any], prompt_numbers: list[int], n: int, max_rows: int
 ) -> dict[tuple[str, int], Drawn]:
-    """Return this rank's share of n rollouts of the prompts `asked`, from the built-in engine, by (id, sibling)."""
+    """Return this rank's share of n rollouts of each prompt, from the built-in engine, by (prompt id, sibling)."""
     worker = make_worker(directory, parallel)
-    arguments: dict[tuple[int, int, int], tuple[float, torch.Tensor]] = {}
+    arguments: dict[tuple[int, int, int], tuple[float, torch.Tensor]] = {}  # by (key, sibling, position)
 
     def sample(logits: Any, keys: Any, index: Any, position: Any, *settings: Any) -> tuple[Any, Any]:
-        us = philox.uniforms(keys, index, position)
+        uniforms = philox.uniforms(keys, index, position)
         places = zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)
-        arguments.update({p: (u, row) for p, u, row in zip(places, us.tolist(), logits.clone(), strict=True)})
-        return sampling.sample(logits, us, *settings)
+        arguments.update({p: (u, row) for p, u, row in zip(places, uniforms.tolist(), logits.clone(), strict=True)})
+        return sampling.sample(logits, uniforms, *settings)
 
     shape = worker.shape
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample)
-    engine.update_weights(worker.hf_tensors(), 0)
-    groups = [PromptGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(prompt_numbers)]
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample=sample)
+    engine.update_weights(worker.hf_tensors(), version=0)
+    groups = [PromptGroup(fakes.prompts(1, i)[0], round=7, index=place) for place, i in enumerate(prompt_numbers)]
     slots = deal(list(product(range(len(groups)), range(n))), [0] * worker.grid.world_size)[worker.grid.rank]
     step_requests, numbers = requests(slots, groups, {}, seed=1)
-    result = Watchdog(engine, 300.0).generate(
+    result = Watchdog(engine, timeout_s=300.0).generate(
         step_requests, Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=24, stop_ids=(2, 5, 7, 11))
     )
     samples = {}
     for number, request, rollouts in zip(numbers, step_requests, result.rollouts, strict=True):
         for r in rollouts:
-            places = [arguments[request.key, r.index, position] for position in range(len(r.token_ids))]
-            uniforms = [u for u, _ in places]
-            logits = torch.stack([row for _, row in places])
-            samples[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)
+            uniforms, rows = zip(*(arguments[request.key, r.index, i] for i in range(len(r.token_ids))), strict=True)
+            samples[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), list(uniforms), torch.stack(rows))
     return samples
 
 
 def meeting(rank: int) -> str:
-    """Let ranks meet a second apart; then one does not come."""
+    """Let ranks meet a second apart; then rank 1 does not come, and rank 0 waits timeout_s + phase_s."""
     grid_of()
     grid = grids.build(ParallelConfig(timeout_s=0.5), phase_s=3.0)
     if rank == 1:

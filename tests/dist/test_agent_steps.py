@@ -31,7 +31,7 @@ ALGOS = {
     "sequence_mean": AlgoConfig(aggregation="sequence_mean", **COMMON),
     "fixed": AlgoConfig(aggregation="fixed", aggregation_tokens=20, **COMMON),
 }
-CASES = [
+CASES = [  # ranks, layout, options, key of ALGOS
     *((1, {}, {}, name) for name in ALGOS),
     (2, {}, {}, "sequence_mean"),
     (2, PP, {"share_prompt": False}, "token_mean"),
@@ -48,7 +48,7 @@ def scored() -> list[ScoredRollout]:
 
     rollouts = []
     for group in range(GROUPS):
-        first = torch.randint(0, tiny.VOCAB, (draw(5, 9),), generator=g)
+        first_prompt = torch.randint(0, tiny.VOCAB, (draw(5, 9),), generator=g)
         for sibling in range(N):
             ids: list[torch.Tensor] = []
             sampled: list[int] = []
@@ -57,14 +57,15 @@ def scored() -> list[ScoredRollout]:
                 starts.append(sum(map(len, ids)))
                 for call in range(draw(1, 4)):
                     shared = sequence < 2 and not call
-                    context = first if shared else torch.randint(0, tiny.VOCAB, (draw(1, 6),), generator=g)
+                    context = first_prompt if shared else torch.randint(0, tiny.VOCAB, (draw(1, 6),), generator=g)
                     new = torch.randint(0, tiny.VOCAB, (draw(1, 7),), generator=g)
                     ids += [context, new]
                     sampled += [0] * len(context) + [1] * len(new)
             mask = torch.tensor(sampled, dtype=torch.bool)
             log_probs = (-5.0 + 0.4 * torch.randn(len(mask), generator=g)) * mask
             episode = Episode(mask, turns=len(ids) // 2, starts=tuple(starts))
-            rollout = Rollout(sibling, torch.cat(ids), log_probs, "stop", ((0, len(mask)),), episode)
+            spans = ((0, len(mask)),)
+            rollout = Rollout(sibling, torch.cat(ids), log_probs, "stop", spans, episode)
             rollouts.append(ScoredRollout(group, rollout, float(torch.rand(1, generator=g)), right=False))
     return rollouts
 
@@ -75,21 +76,21 @@ def step(
     """Send the rollouts to their replicas, and take a step per mini-batch. Return metrics and the final weights."""
     worker = make_worker(directory, parallel, OPTIM, **options)
     grid = worker.grid
-    own = scored()[rank :: grid.world_size]
-    outcomes = select_groups(gather_outcomes(own, GROUPS, N))
-    groups = [PromptGroup(Prompt(str(i), "", (1, 2), None, "none"), 0, i) for i in range(GROUPS)]
+    own_rollouts = scored()[rank :: grid.world_size]
+    outcomes = select_groups(gather_outcomes(own_rollouts, GROUPS, N))
+    groups = [PromptGroup(Prompt(str(i), "", (1, 2), None, "none"), round=0, index=i) for i in range(GROUPS)]
     subset = choose_subset(outcomes, algo)
     replica, _ = assign_replicas(outcomes, subset, [2] * GROUPS, algo, cost_model(worker), grid.dp_size)
-    received, _ = send_to_replicas(own, outcomes, replica, grid)
+    received, _ = send_to_replicas(own_rollouts, outcomes, replica, grid)
     models = TrainingModels(worker)
-    experience, metrics = make_experience(received, groups, outcomes.rewards, models, algo, 1.0)
+    experience, metrics = make_experience(received, groups, outcomes.rewards, models, algo, temperature=1.0)
     batches = mini_batches(experience.slots, outcomes.kept, algo.mini_batches, algo.mini_batch_of)
-    metrics |= update_policy(worker, experience, batches, algo, OPTIM, 1.0, 0)
+    metrics |= update_policy(worker, experience, batches, algo, OPTIM, temperature=1.0, first_update=0)
     return metrics, streamed(worker)
 
 
 def loop(directory, algo):
-    """Return the metrics and the weights after both mini-batches."""
+    """Return the model directory, the mean metrics of both mini-batches, and the weights after them."""
     actor = tiny.make_model(directory, "qwen2", True).double()
     adam = optimizer(actor, OPTIM)
 
@@ -140,9 +141,9 @@ def test_steps_equal_a_plain_loop(worlds, loops, size, parallel, options, name):
     """A rollout counts once, whatever the number of its sequences."""
     directory, expected, weights = loops(name)
     assert any(len(r.rollout.episode.starts) == 3 for r in scored())
-    for metrics, own in worlds(size).run("test_agent_steps:step", directory, parallel, options, ALGOS[name]):
+    for metrics, own_weights in worlds(size).run("test_agent_steps:step", directory, parallel, options, ALGOS[name]):
         assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-6)
         assert metrics["trained_tokens"] == sum(int(r.rollout.episode.sampled.sum()) for r in scored())
-        assert metrics["finite_rows"] == sum(len(r.rollout.episode.starts) for r in scored()) > GROUPS * N
-        for key, tensor in own.items():
+        assert metrics["finite_rows"] == sum(len(r.rollout.episode.starts) for r in scored())
+        for key, tensor in own_weights.items():
             assert (tensor - weights[key]).norm() <= 1e-5 * weights[key].norm(), key

@@ -69,35 +69,35 @@ def both_ways(
     trainer.run_seconds = lambda: 7.5  # type: ignore[method-assign]  # wall-clock time, which run.json holds
     metrics = take_steps(trainer, 2)
 
-    def into(name: str) -> None:
+    def save_under(name: str) -> None:
         run = replace(trainer.config.run, dir=f"{root}/{name}")
         trainer.config = replace(trainer.config, run=run)
 
-    into("at_once")
+    save_under("at_once")
     trainer.save()
 
     # No file is written before all ranks have finished the third step.
-    changed = threading.Event()
+    third_step_done = threading.Event()
     write = Save.write
 
-    def late(*arguments: Any) -> None:
-        assert changed.wait(60)
+    def write_late(*arguments: Any) -> None:
+        assert third_step_done.wait(timeout=60)
         write(*arguments)
 
-    into("meanwhile")
-    Save.write = late  # type: ignore[method-assign]
+    save_under("meanwhile")
+    Save.write = write_late  # type: ignore[method-assign]
     try:
         trainer.save(in_background=True)
         metrics.append(trainer.train_step()[0])
-        there = sorted(p.name for p in Path(f"{root}/meanwhile/checkpoints").iterdir())
+        unfinished = sorted(p.name for p in Path(f"{root}/meanwhile/checkpoints").iterdir())
         busy = trainer.background_saver.busy()
-        changed.set()
+        third_step_done.set()
         # The messages of the saver and of a step overlap.
         metrics.append(trainer.train_step()[0])
         assert trainer.background_saver.wait()
     finally:
         Save.write = write  # type: ignore[method-assign]
-    return metrics, there, busy
+    return metrics, unfinished, busy
 
 
 def saves_over_dirty_memory(_rank: int, directory: str, changes: dict[str, Any], roots: list[str]) -> None:
@@ -130,7 +130,7 @@ def masters(
 ) -> tuple[tuple[set[str], set[str]], tuple[set[str], set[str]]]:
     """Compare float32 masters of a bfloat16 model with its file: after loading, and after a checkpoint before any step.
 
-    Return, for each, the names of the tensors that differ, and of all tensors of which this rank has a part.
+    Return, for both moments, the names of the tensors that differ, and of all tensors of which this rank has a part.
     """
     changes = DISTRIBUTED_OPTIMIZER | {"model": {"dtype": "bf16"}, "run": {"seed": 3, "dir": root}}
     stored = load_file(f"{directory}/model.safetensors")
@@ -139,15 +139,15 @@ def masters(
         parameters = names.global_parameters(worker.actor)
         entries = {id(parameters[e.megatron]): e for e in names.entries(worker.shape, 1) if e.megatron in parameters}
         wrong: set[str] = set()
-        held: set[str] = set()
+        compared: set[str] = set()
         for optimizer, parameter, master in _masters(worker):
             entry = entries[id(parameter)]
             flat = to_local(entry, [stored[name] for name in entry.hf], worker.shape.kv_heads, rank=0, size=1).flatten()
             start = optimizer._get_model_param_range_map(parameter)["param"].start
-            held.update(entry.hf)
+            compared.update(entry.hf)
             if not torch.equal(master, flat[start : start + len(master)]):
                 wrong.update(entry.hf)
-        return wrong, held
+        return wrong, compared
 
     first = trainer_of(directory, parallel, changes)
     first.save()
@@ -171,9 +171,9 @@ def directories(directory, experts):
     return {"qwen2": directory, "qwen3_moe": experts}
 
 
-@pytest.mark.parametrize(("family", "size", "parallel", "changes", "others"), RESUMED)
+@pytest.mark.parametrize(("family", "size", "parallel", "changes", "continuations"), RESUMED)
 def test_resume_is_bit_exact_and_other_layouts_continue(
-    worlds, directories, tmp_path, family, size, parallel, changes, others
+    worlds, directories, tmp_path, family, size, parallel, changes, continuations
 ):
     """Metrics and weights after the checkpoint depend on all of its state, also on carried rollouts and step counts."""
     steps = 4 if changes is PARTIAL else 3
@@ -187,9 +187,9 @@ def test_resume_is_bit_exact_and_other_layouts_continue(
     carried = list((tmp_path / "checkpoints" / "step_00000002").glob("carried_*"))
     assert len(carried) == (size if changes is PARTIAL else 0)
     metrics, weights, *_ = results[0]
-    for ranks, other in others:
+    for ranks, other_layout in continuations:
         continued = worlds(ranks).run(
-            "steps:go_on", directories[family], other, changes, steps=steps - 2, root=str(tmp_path)
+            "steps:go_on", directories[family], other_layout, changes, steps=steps - 2, root=str(tmp_path)
         )
         assert_same(continued, (metrics[2:], weights))
 
@@ -215,21 +215,14 @@ def test_resume_is_bit_exact_and_other_layouts_continue(
 )
 def test_the_distributed_optimizer_needs_the_saved_layout(worlds, directories, tmp_path, family, saved, refusals):
     """Only the number of replicas may differ."""
-    worlds(2).run(
-        "steps:resumed",
-        directories[family],
-        saved,
-        FEW_ROLLOUTS | DISTRIBUTED_OPTIMIZER,
-        steps=1,
-        stop_at=1,
-        root=str(tmp_path),
-    )
-    for parallel, changes, words in refusals:
+    first_run = FEW_ROLLOUTS | DISTRIBUTED_OPTIMIZER
+    worlds(2).run("steps:resumed", directories[family], saved, first_run, steps=1, stop_at=1, root=str(tmp_path))
+    for parallel, changes, pattern in refusals:
         for refusal in worlds(2).run(
             "test_checkpoints:refused", directories[family], parallel, FEW_ROLLOUTS | changes, str(tmp_path)
         ):
             assert "step_00000001" in refusal
-            assert re.search(words, refusal)
+            assert re.search(pattern, refusal)
 
 
 def test_equal_states_are_equal_files(worlds, directory, tmp_path):
@@ -247,9 +240,9 @@ def test_masters_are_the_values_of_the_file(worlds, tmp_path, size, parallel, fa
     tiny.make_model(tmp_path, family, tied=False)
     names = tiny.weights(tmp_path).keys()
     results = worlds(size).run("test_checkpoints:masters", str(tmp_path), parallel, str(tmp_path / "run"))
-    for when in zip(*results, strict=True):
-        assert [wrong for wrong, _ in when] == [set()] * size
-        assert set().union(*(held for _, held in when)) == names
+    for names_by_rank in zip(*results, strict=True):
+        assert [wrong for wrong, _ in names_by_rank] == [set()] * size
+        assert set().union(*(compared for _, compared in names_by_rank)) == names
 
 
 @pytest.mark.parametrize(("size", "parallel", "variant"), [(2, {}, "partial"), (2, TP, "reward_kl"), (4, PP, "critic")])
@@ -260,16 +253,16 @@ def test_background_checkpoints_have_the_state_at_their_start(worlds, directory,
     changes = VARIANTS[variant]
     results = worlds(size).run("test_checkpoints:both_ways", directory, parallel, changes, str(tmp_path))
     whole = worlds(size).run("steps:run_steps", directory, parallel, changes, steps=4, faults={})
-    for (metrics, there, busy), (expected, _, _) in zip(results, whole, strict=True):
-        assert [repr(f) for f in metrics] == [repr(f) for f in expected]
-        assert there == [".step_00000002.writing"]
+    for (metrics, unfinished, busy), (expected, _, _) in zip(results, whole, strict=True):
+        assert [repr(row) for row in metrics] == [repr(row) for row in expected]
+        assert unfinished == [".step_00000002.writing"]
         assert busy
 
     at_once, meanwhile = (files(tmp_path / name / "checkpoints") for name in ("at_once", "meanwhile"))
     assert list(at_once) == list(meanwhile)
     assert [name for name in at_once if at_once[name] != meanwhile[name]] == []
     metadata = next(data for name, data in at_once.items() if name.endswith(".metadata"))
-    assert (b"exp_avg_sq" in metadata) == (variant != "partial")  # two steps without a closed group
+    assert (b"exp_avg_sq" in metadata) == (variant != "partial")  # "partial" closes no group in two steps
     assert any("carried_" in name for name in at_once) == (variant == "partial")
 
 

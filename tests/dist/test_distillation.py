@@ -40,7 +40,7 @@ def make_models(folder, vocab, teacher_vocab):
 def advantages(
     _rank: int, folders: list[str], parallel: dict[str, Any], algo: AlgoConfig
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return the advantages of this replica's part of 24 rollouts by their ids, and metrics. folders: of both models"""
+    """Return the advantages of this replica's part of 24 rollouts by their ids, and metrics. folders: actor, teacher"""
     actor, teacher = (make_worker(folder, parallel, offload=True) for folder in folders)
     models = TrainingModels(actor, teacher=teacher)
     models.offload()
@@ -50,22 +50,22 @@ def advantages(
     return dict(zip(experience.ids, experience.advantages, strict=True)), metrics
 
 
-@pytest.mark.parametrize(("size", "parallel", "source", "more"), CASES)
-def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, source, more):
-    """Rows with an id that the teacher does not know are left out. The student samples it from its padding."""
-    folders, student, teacher = make_models(tmp_path, tiny.VOCAB, tiny.VOCAB + more)
+@pytest.mark.parametrize(("size", "parallel", "source", "extra_ids"), CASES)
+def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, source, extra_ids):
+    """Rows with an id that the teacher does not know are left out."""
+    folders, student, teacher = make_models(tmp_path, tiny.VOCAB, tiny.VOCAB + extra_ids)
     groups, rollouts, rewards = scored(0)
     expected = {}
     gaps = []
     for row in rollouts:
         prompt, ids = torch.tensor(groups[row.group].prompt.token_ids), row.token_ids
-        if int(ids.max()) >= tiny.VOCAB + more:
+        if int(ids.max()) >= tiny.VOCAB + extra_ids:
             continue
-        own = log_probs(student, prompt, ids) if source == "actor" else row.log_probs
-        gaps.append((own - log_probs(teacher, prompt, ids)).detach())
+        student_log_probs = log_probs(student, prompt, ids) if source == "actor" else row.log_probs
+        gaps.append((student_log_probs - log_probs(teacher, prompt, ids)).detach())
         base = rewards[row.group, row.index]
         expected[f"{row.group}/{row.index}"] = base - 0.3 * gaps[-1]
-    assert (len(expected) == 24) == (more > 0)
+    assert (len(expected) == 24) == (extra_ids > 0)
 
     algo = AlgoConfig(distill_coef=0.3, old_log_probs=source)
     results = worlds(size).run("test_distillation:advantages", folders, parallel, algo)
@@ -84,16 +84,16 @@ def expected_gradient(
     pi: [prefixes, V], the student's probabilities.
     """
     worker, teacher = (make_worker(folder, {}, dtype=torch.float64) for folder in folders)
-    groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "none"), 0, i) for i, p in enumerate(prefixes)]
-    tokens = [(g, x) for g in range(len(prefixes)) for x in range(pi.shape[1])]
-    rollouts = [TrainingRollout(g, x, torch.tensor([x]), pi[g, x, None].log().float(), False) for g, x in tokens]
+    groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "none"), round=0, index=i) for i, p in enumerate(prefixes)]
+    slots = [(g, x) for g in range(len(prefixes)) for x in range(pi.shape[1])]
+    rollouts = [TrainingRollout(g, x, torch.tensor([x]), pi[g, x, None].log().float(), right=False) for g, x in slots]
     models = TrainingModels(worker, teacher=teacher)
     experience, _ = make_experience(rollouts, groups, torch.zeros(pi.shape), models, algo, TEMPERATURE)
 
     loss = ActorLoss(experience, algo, pi.flatten().tolist())
     worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker.head(TEMPERATURE))
     gradients = {name: p.grad for name, p in names.global_parameters(worker.actor).items()}
-    buckets = make_buckets(names.entries(worker.shape, 1), 8)
+    buckets = make_buckets(names.entries(worker.shape, 1), item_bytes=8)
     return {n: x.clone() for n, x in stream(buckets, worker.shape.kv_heads, gradients, worker.grid, torch.float64)}
 
 
@@ -101,12 +101,13 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(worlds, tmp_path):
     """Autograd of 0.7 KL(student || teacher), summed over all 50 next tokens at three prefixes."""
     folders, student, teacher = make_models(tmp_path, 50, 50)
     prefixes = [[3, 4, 5, 49], [7], [48, 0, 20, 3, 3, 9]]
-    one = torch.tensor([0])  # a response
-    own, other = (torch.cat([distribution(m, torch.tensor(p), one) for p in prefixes]) for m in (student, teacher))
-    (0.7 * (own.exp() * (own - other.detach())).sum()).backward()
+    token = torch.tensor([0])  # any response of one token
+    log_p = torch.cat([distribution(student, torch.tensor(ids), token) for ids in prefixes])  # [prefixes, V]
+    log_q = torch.cat([distribution(teacher, torch.tensor(ids), token) for ids in prefixes]).detach()
+    (0.7 * (log_p.exp() * (log_p - log_q)).sum()).backward()
     algo = AlgoConfig(distill_coef=0.7, is_cap=0.0)
-    (gradients,) = worlds(1).run("test_distillation:expected_gradient", folders, prefixes, own.detach().exp(), algo)
-    expected_gradients = {name: p.grad for name, p in student.named_parameters()}
+    (gradients,) = worlds(1).run("test_distillation:expected_gradient", folders, prefixes, log_p.detach().exp(), algo)
+    expected_gradients = {name: weight.grad for name, weight in student.named_parameters()}
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():  # The advantages are float32.
         assert (gradients[name] - gradient).norm() <= 3e-6 * gradient.norm(), name

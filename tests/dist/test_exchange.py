@@ -24,11 +24,11 @@ from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
 GROUPS = 6
 N = 90
-PROMPTS = [5, 300, 20, 40, 8, 150]  # tokens
+PROMPT_TOKENS = [5, 300, 20, 40, 8, 150]
 LOST = {(0, 3), (2, 89), (5, 44)}
 CUT = {(4, 17)}  # so that group 4 is not closed
-KEPT = [0, 1, 2, 5]  # all of group 3 are right, and one of group 4 continues in the next step
-PAIR = 1e-3
+KEPT = [0, 1, 2, 5]  # all rollouts of group 3 are right, and one of group 4 continues in the next step
+PAIR = 1e-3  # CostModel.pair
 
 
 @cache
@@ -39,25 +39,25 @@ def rollout(group: int, sibling: int) -> ScoredRollout:
     log_probs = torch.randn(tokens, generator=g)
     log_probs[-1] = (float("nan"), float("-inf"), -0.0)[sibling % 3]
     finish = "cut" if (group, sibling) in CUT else ("stop", "length")[tokens > 700]
-    # All of group 3 are right, so that it is not kept.
     reward = 1.0 if group == 3 else float(sibling % 4 == 0)
     ids = torch.randint(0, 2**30, (tokens,), generator=g)
-    routes = torch.randint(0, 300, (PROMPTS[group] + tokens - 1, 3, 1), generator=g, dtype=torch.int16)
-    episode = Episode(torch.arange(tokens) % 5 > 0, 3) if sibling % 3 else None
-    rollout = Rollout(sibling, ids, log_probs, finish, ((0, tokens),), episode, routes)
-    return ScoredRollout(group, rollout, reward, finish != "cut" and sibling % 3 == 0, sibling + 2**40)
+    routes = torch.randint(0, 300, (PROMPT_TOKENS[group] + tokens - 1, 3, 1), generator=g, dtype=torch.int16)
+    episode = Episode(torch.arange(tokens) % 5 > 0, turns=3) if sibling % 3 else None
+    rollout = Rollout(sibling, ids, log_probs, finish, spans=((0, tokens),), episode=episode, routes=routes)
+    right = finish != "cut" and sibling % 3 == 0
+    return ScoredRollout(group, rollout, reward, right, answer=sibling + 2**40)
 
 
 def exchanged(
     rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel, message: int, with_routes: bool
 ) -> dict[str, Any]:
-    """Return this rank's rows, its log, and the bytes of its messages to other ranks."""
+    """Return this rank's rows, the rollouts that it sampled, metrics, and the bytes sent. message: MESSAGE_BYTES."""
     grid = grid_of(**parallel)
     slots = list(product(range(GROUPS), range(N)))
-    own = [rollout(*slot) for slot in deal(slots, [0] * grid.world_size)[rank] if slot not in LOST]
-    outcomes = select_groups(gather_outcomes(own, GROUPS, N))
+    own_rollouts = [rollout(*slot) for slot in deal(slots, [0] * grid.world_size)[rank] if slot not in LOST]
+    outcomes = select_groups(gather_outcomes(own_rollouts, GROUPS, N))
     subset = choose_subset(outcomes, algo)
-    replica, balance = redistribute.assign_replicas(outcomes, subset, PROMPTS, algo, costs, grid.dp_size)
+    replica, balance = redistribute.assign_replicas(outcomes, subset, PROMPT_TOKENS, algo, costs, grid.dp_size)
 
     sent = []
     send = dist.all_to_all_single
@@ -69,11 +69,11 @@ def exchanged(
 
     with mock.patch.object(dist, "all_to_all_single", spy), mock.patch.object(redistribute, "MESSAGE_BYTES", message):
         no_routes = torch.empty(0, 3, 1, dtype=torch.int16) if with_routes else None
-        rows, moved = redistribute.send_to_replicas(own, outcomes, replica, grid, PROMPTS, no_routes)
+        rows, moved = redistribute.send_to_replicas(own_rollouts, outcomes, replica, grid, PROMPT_TOKENS, no_routes)
     return {
         "replica": grid.dp_rank,
         "rows": [replace(row, log_probs=row.log_probs.view(torch.int32)) for row in rows],
-        "held": [(row.group, row.rollout.index) for row in own],
+        "sampled": [(row.group, row.rollout.index) for row in own_rollouts],
         "moved": moved,
         "balance": balance,
         "sent": sum(sent),
@@ -83,12 +83,12 @@ def exchanged(
 
 def cost(rows: list[tuple[int, int]]) -> float:
     """Return the cost of a row with its own prompt: its tokens, and PAIR for each pair of tokens."""
-    lengths = [PROMPTS[g] + len(rollout(g, s).rollout.token_ids) for g, s in rows]
+    lengths = [PROMPT_TOKENS[g] + len(rollout(g, s).rollout.token_ids) for g, s in rows]
     return sum(n + PAIR * sum(range(n)) for n in lengths)
 
 
 @pytest.mark.parametrize(
-    ("size", "parallel", "mini_batch_of", "overlong", "message"),
+    ("size", "parallel", "mini_batch_of", "overlong", "message_bytes"),
     [
         (2, {}, "prompts", False, 2**28),
         (2, TP, "siblings", True, 80_000),
@@ -96,17 +96,17 @@ def cost(rows: list[tuple[int, int]]) -> float:
         (4, {}, "siblings", True, 80_000),
     ],
 )
-def test_rows_reach_their_replicas(worlds, size, parallel, mini_batch_of, overlong, message):
+def test_rows_reach_their_replicas(worlds, size, parallel, mini_batch_of, overlong, message_bytes):
     with_routes = overlong
     algo = AlgoConfig(mini_batches=3, mini_batch_of=mini_batch_of, overlong_filter=overlong)
-    costs = CostModel(PAIR, 4096, False)
-    ranks = worlds(size).run("test_exchange:exchanged", parallel, algo, costs, message, with_routes)
-    model = prod(parallel.values())
+    cost_model = CostModel(PAIR, limit=4096, share=False)
+    ranks = worlds(size).run("test_exchange:exchanged", parallel, algo, cost_model, message_bytes, with_routes)
+    ranks_per_replica = prod(parallel.values())
     replicas = {rank["replica"]: rank["rows"] for rank in ranks}
-    assert sorted(replicas) == list(range(size // model))
+    assert sorted(replicas) == list(range(size // ranks_per_replica))
 
     # All ranks of a replica have the same rows; every trained row is on one replica, unchanged.
-    places = {}
+    replica_of = {}
     for rank in ranks:
         for a, b in zip(rank["rows"], replicas[rank["replica"]], strict=True):
             assert (a.group, a.index) == (b.group, b.index)
@@ -121,42 +121,36 @@ def test_rows_reach_their_replicas(worlds, size, parallel, mini_batch_of, overlo
                 assert torch.equal(row.routes, sent.rollout.routes)
             else:
                 assert row.routes is None
-            places[row.group, row.index] = rank["replica"]
+            replica_of[row.group, row.index] = rank["replica"]
     expected = {slot for slot in product(KEPT, range(N)) if slot not in LOST | CUT}
     if overlong:
         expected = {slot for slot in expected if rollout(*slot).rollout.finish == "stop"}
-    assert places.keys() == expected
+    assert replica_of.keys() == expected
     assert sum(map(len, replicas.values())) == len(expected)
 
     # In every optimizer step all replicas have equal costs.
     mean = 0.0
-    most = 0.0
+    largest = 0.0
     for step in range(3):
-        parts = [
-            [
-                (g, s)
-                for (g, s), at in places.items()
-                if at == i and (KEPT.index(g) if mini_batch_of == "prompts" else s) % 3 == step
-            ]
-            for i in replicas
-        ]
-        costs = [cost(part) for part in parts]
+        batch = [(g, s) for g, s in replica_of if (KEPT.index(g) if mini_batch_of == "prompts" else s) % 3 == step]
+        costs = [cost([slot for slot in batch if replica_of[slot] == replica]) for replica in replicas]
         assert min(costs) > 0
         assert max(costs) <= 1.02 * sum(costs) / len(costs)
         mean = mean + sum(costs) / len(costs)
-        most = most + max(costs)
-    assert all(rank["balance"] == pytest.approx(mean / most, abs=1e-3) for rank in ranks)
+        largest = largest + max(costs)
+    assert all(rank["balance"] == pytest.approx(mean / largest, abs=1e-3) for rank in ranks)
 
     # A row is sent once to every rank of its replica that did not sample it, 4 bytes per id and per log-probability,
     # and 2 for each of the 3 experts of a token.
-    holders = {slot: rank["replica"] for rank in ranks for slot in rank["held"]}
-    needed = sum(
-        (8 * len(r.token_ids) + 6 * with_routes * len(r.routes)) * (model - (holders[slot] == at))
-        for (slot, at), r in ((place, rollout(*place[0]).rollout) for place in places.items())
-    )
+    sampled_on = {slot: rank["replica"] for rank in ranks for slot in rank["sampled"]}
+    needed = 0
+    for slot, replica in replica_of.items():
+        row = rollout(*slot).rollout
+        receivers = ranks_per_replica - (sampled_on[slot] == replica)
+        needed += receivers * (8 * len(row.token_ids) + 6 * with_routes * len(row.routes))
     assert {rank["moved"] for rank in ranks} == {needed}
     assert sum(rank["sent"] for rank in ranks) == needed
-    assert all(rank["messages"] > (2 if message < 2**28 else 0) for rank in ranks)
+    assert all(rank["messages"] > (2 if message_bytes < 2**28 else 0) for rank in ranks)
 
 
 def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel) -> tuple[list[Any], int, float]:
@@ -164,7 +158,7 @@ def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostM
     grid = grid_of(**parallel)
     outcomes = select_groups(gather_outcomes([], GROUPS, N))
     subset = choose_subset(outcomes, algo)
-    replica, balance = redistribute.assign_replicas(outcomes, subset, PROMPTS, algo, costs, grid.dp_size)
+    replica, balance = redistribute.assign_replicas(outcomes, subset, PROMPT_TOKENS, algo, costs, grid.dp_size)
     rows, moved = redistribute.send_to_replicas([], outcomes, replica, grid)
     return rows, moved, balance
 
@@ -172,7 +166,7 @@ def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostM
 def test_exchange_without_rows_to_train_on(worlds):
     """If every rollout is lost, all ranks agree that there are no messages."""
     algo = AlgoConfig(mini_batches=2)
-    for result in worlds(2).run("test_exchange:nothing", {}, algo, CostModel(PAIR, 4096, True)):
+    for result in worlds(2).run("test_exchange:nothing", {}, algo, CostModel(PAIR, limit=4096, share=True)):
         assert result == ([], 0, 1.0)
 
 
@@ -181,8 +175,11 @@ def test_the_balance_of_two_optimizer_steps():
     tokens = torch.tensor([[100, 10, 10], [40, 40, 40]])
     zeros = torch.zeros_like(tokens)
     state = torch.full_like(tokens, STOP)
-    outcomes = Outcomes(state, zeros.float(), zeros.bool(), tokens, tokens, zeros, zeros, zeros, [0, 1], [0, 1])
+    outcomes = Outcomes(
+        state, zeros.float(), zeros.bool(), tokens, tokens, zeros, zeros, zeros, closed=[0, 1], kept=[0, 1]
+    )
     algo = AlgoConfig(mini_batches=2)
     subset = choose_subset(outcomes, algo)
-    _, balance = redistribute.assign_replicas(outcomes, subset, [10, 10], algo, CostModel(0.0, 1024, False), 2)
+    costs = CostModel(pair=0.0, limit=1024, share=False)
+    _, balance = redistribute.assign_replicas(outcomes, subset, [10, 10], algo, costs, replicas=2)
     assert balance == pytest.approx(150 / 210)

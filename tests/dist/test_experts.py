@@ -34,8 +34,8 @@ def gradients(
 ) -> tuple[dict[int, Tensor], dict[str, Tensor], float]:
     """Return logits [G, V] of this replica's rows, the gradient of the mean of -log p, and its norm.
 
-    The option first is the number of rows of the first replica; the last one has the others. The option routes has the
-    experts of every row, or None.
+    The option first is the number of rows of the first replica. The last replica has the remaining rows, and replicas
+    between them have none. The option routes has the experts of every row, or None.
     """
     first = options.pop("first", 12)
     routes = options.pop("routes")
@@ -52,8 +52,9 @@ def gradients(
         return -head.log_probs()[0].sum() / sum(map(len, responses)), None
 
     own_routes = routes and [routes[i] for i in own]
+    head = worker.head(temperature=1.0)
     step, _ = worker.train(
-        [prompts[i] for i in own], [responses[i] for i in own], loss, worker.head(temperature=1.0), 0.0, own_routes
+        [prompts[i] for i in own], [responses[i] for i in own], loss, head, lr=0.0, routes=own_routes
     )
     for values in logits.values():
         dist.all_reduce(values, group=grid.groups.cp)  # zeros except for this rank's tokens
@@ -75,7 +76,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(models, tmp_path_factory):
-    """Logits of the rows, and the gradient of the mean of -log p, by transformers, by model and replay."""
+    """Return a function that computes logits and the gradient of the mean of -log p of a model by transformers."""
 
     def compute(kind, replayed):
         model = AutoModelForCausalLM.from_pretrained(models[kind])
@@ -101,7 +102,7 @@ def expected(models, tmp_path_factory):
 def given_experts():
     """Return random experts of all tokens of the rows, [prompt + G - 1, layers, k].
 
-    Two thirds of the rows of a prompt have the same experts of it. The others have others, as after an earlier step.
+    A prompt's tokens have the same experts in two thirds of its rows, and different ones in the rows of another step.
     """
     g = torch.Generator().manual_seed(4)
 
@@ -109,9 +110,9 @@ def given_experts():
         return torch.rand(count, 4, 8, generator=g).argsort(-1)[..., :2].to(torch.uint8)
 
     prompts, responses = rows(1)
-    of_prompts = {(id(prompt), step): random_experts(len(prompt)) for prompt in prompts for step in range(2)}
+    prompt_experts = {(id(prompt), step): random_experts(len(prompt)) for prompt in prompts for step in range(2)}
     return [
-        torch.cat((of_prompts[id(p), int(i % 3 == 1)], random_experts(len(r) - 1)))
+        torch.cat((prompt_experts[id(p), int(i % 3 == 1)], random_experts(len(r) - 1)))
         for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
     ]
 
@@ -145,19 +146,20 @@ GRADIENTS = [
 
 @pytest.mark.parametrize(("size", "parallel", "options", "kind", "replayed"), GRADIENTS)
 def test_logits_and_gradients_equal_transformers(worlds, models, expected, size, parallel, options, kind, replayed):
-    logits, of_loss = expected(kind, replayed)
+    expected_logits, expected_gradients = expected(kind, replayed)
     options = options | {"routes": given_experts() if replayed else None}
-    norm = torch.stack([x.norm() for x in of_loss.values()]).norm().item()
+    norm = torch.stack([x.norm() for x in expected_gradients.values()]).norm().item()
     compared: set[int] = set()
-    for own_logits, gradients, own_norm in worlds(size).run("test_experts:gradients", models[kind], parallel, options):
+    for logits, gradients, own_norm in worlds(size).run("test_experts:gradients", models[kind], parallel, options):
         assert own_norm == pytest.approx(norm, rel=1e-5)
-        for row, values in own_logits.items():
-            torch.testing.assert_close(values, logits[row], atol=1e-4, rtol=0)
-            log_probs, exact = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, logits[row]))
+        for row, values in logits.items():
+            exact = expected_logits[row]
+            torch.testing.assert_close(values, exact, atol=1e-4, rtol=0)
+            log_probs, exact = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, exact))
             torch.testing.assert_close(log_probs, exact, atol=1e-5, rtol=0)  # about 20 units in the last place
-        torch.testing.assert_close(gradients, of_loss, atol=5e-6, rtol=0)
-        compared |= own_logits.keys()
-    assert compared == set(range(len(logits)))
+        torch.testing.assert_close(gradients, expected_gradients, atol=5e-6, rtol=0)
+        compared |= logits.keys()
+    assert compared == set(range(len(expected_logits)))
 
 
 def test_replay_removes_most_of_the_gap_to_an_engine_in_bfloat16(worlds, models):
@@ -185,27 +187,26 @@ TRAINING = [
 
 @pytest.fixture(scope="module")
 def single(worlds, models):
-    """Two updates in a single process with the ops in plain torch, by the trained parameters."""
+    """Return (options, result) of two updates in a single process with the ops in plain torch."""
     options = {"tokens": 100_000} | REFERENCE | WHOLE
     before = tiny.weights(models[NORMALIZED])
     results = []
     for trained, fixed in (({}, "never"), (FROZEN, r"\.mlp\.gate\."), (LORA, r"(?<!q_proj|o_proj)\.weight$")):
         result = worlds(1).run("jobs:train_steps", models[NORMALIZED], {}, options | trained)[0]
-        assert {name for name, x in result[1].items() if torch.equal(x, before[name])} == set(
-            filter(re.compile(fixed).search, before)
-        )
+        unchanged = {name for name, x in result[1].items() if torch.equal(x, before[name])}
+        assert unchanged == set(filter(re.compile(fixed).search, before))
         results.append((trained, result))
     return results
 
 
 @pytest.mark.parametrize(("size", "parallel", "trained", "options"), TRAINING)
 def test_training_steps_equal_those_of_a_single_process(worlds, models, single, size, parallel, trained, options):
-    expected_metrics, expected_weights = next(result for key, result in single if key == trained)
-    for metrics, got_weights in worlds(size).run("jobs:train_steps", models[NORMALIZED], parallel, options | trained):
+    expected_metrics, expected_weights = next(result for selection, result in single if selection == trained)
+    for metrics, weights in worlds(size).run("jobs:train_steps", models[NORMALIZED], parallel, options | trained):
         for row, expected_row in zip(metrics, expected_metrics, strict=True):
             for key in ("loss", "grad_norm", "entropy"):
                 assert row[key] == pytest.approx(expected_row[key], rel=1e-5, abs=1e-6)
-        torch.testing.assert_close(got_weights, expected_weights, atol=1e-6, rtol=0)
+        torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=0)
 
 
 def test_a_checkpoint_with_frozen_routers_becomes_a_hugging_face_directory(worlds, models, tmp_path):
@@ -217,6 +218,5 @@ def test_a_checkpoint_with_frozen_routers_becomes_a_hugging_face_directory(world
     converted = tiny.weights(tmp_path / "back")
     torch.testing.assert_close(converted, expected, atol=0, rtol=0)
     before = tiny.weights(models[NORMALIZED])
-    assert {name for name in before if torch.equal(converted[name], before[name])} == {
-        n for n in before if ".gate." in n
-    }
+    unchanged = {name for name in before if torch.equal(converted[name], before[name])}
+    assert unchanged == {name for name in before if ".gate." in name}

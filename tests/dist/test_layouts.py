@@ -44,7 +44,7 @@ def test_logits_and_a_round_trip_equal_transformers(worlds, models, tmp_path, si
     """Logits agree within rounding, and the weights have the same bits on every rank and in the written directory."""
     directory, model = models[case]
     target = tmp_path / "out"
-    results = worlds(size).run("jobs:forward_and_export", directory, parallel, 0.7, str(target))
+    results = worlds(size).run("jobs:forward_and_export", directory, parallel, temperature=0.7, target=str(target))
     prompts, responses = rows(1)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         with torch.no_grad():
@@ -70,13 +70,13 @@ def test_logits_and_a_round_trip_equal_transformers(worlds, models, tmp_path, si
 
 # Terms of the loss in addition to the default ones.
 FULL = {"dual_clip": 5.5, "entropy_coef": 0.1, "aggregation": "fixed", "aggregation_tokens": 20}
-OF_SEQUENCES = {"ratio": "sequence", "aggregation": "sequence_mean"}
+BY_SEQUENCE = {"ratio": "sequence", "aggregation": "sequence_mean"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 ZERO = {"distributed_optimizer": True}
 WHOLE = {"share_prompt": False}
 REFERENCE = {"ops": "reference"}
 # Tied and untied models alternate: the embedding and the head of a tied one are a parameter on two stages.
-TRAINED = [
+TRAINED = [  # ranks, layout, options, family and whether the head is tied
     (1, {}, {}, QWEN2),
     (1, {}, WHOLE, QWEN3),
     (1, {}, {"tokens": 1}, QWEN3),  # one row per micro-batch
@@ -85,9 +85,9 @@ TRAINED = [
     (2, PP, {}, QWEN2),
     (2, PP, {}, QWEN3),
     (2, SEQUENCE, {}, QWEN3),
-    (2, TP, {"algo": OF_SEQUENCES}, QWEN3),
+    (2, TP, {"algo": BY_SEQUENCE}, QWEN3),
     (2, TP, REFERENCE, QWEN2),
-    (2, PP, {"algo": OF_SEQUENCES, **REFERENCE}, QWEN3),
+    (2, PP, {"algo": BY_SEQUENCE, **REFERENCE}, QWEN3),
     (2, PP, {"fields": SELECTIVE}, QWEN2),
     (2, CP, WHOLE, QWEN3),
     (2, CP, {**WHOLE, **REFERENCE, "recompute": True, "overlap": True}, QWEN2),
@@ -184,15 +184,16 @@ def test_bf16_trains_with_fp32_masters(worlds, models):
     ("world", "settings"),
     [
         (4, EVERYTHING),
-        *((2, each) for each in (SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence"), *OTHER_LOSSES)),
+        *((2, loss) for loss in (SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence"), *OTHER_LOSSES)),
         (2, replace(SETTINGS, policy_loss=f"{own_algorithms.__file__}:gspo")),  # a function of a user
     ],
 )
 def test_fused_loss_over_a_sharded_vocabulary(worlds, world, settings):
     """Values, metrics and gradients of 2 and 4 tensor-parallel ranks equal the float64 reference on one."""
-    expected = make(150, 16, 1001, seed=7).call(reference.linear_ppo_loss, settings=settings, upstream=-1.5)
-    results = worlds(world).run("jobs:fused_loss", world, 7, settings)
-    weight_gradient = torch.cat([r[2] for r in results])
+    case = make(rows=150, width=16, vocab=1001, seed=7)
+    expected = case.call(reference.linear_ppo_loss, settings=settings, upstream=-1.5)
+    results = worlds(world).run("jobs:fused_loss", world, seed=7, settings=settings)
+    weight_gradient = torch.cat([shard for _, _, shard in results])
     assert torch.count_nonzero(weight_gradient[1001:]) == 0
     for result, grad_hidden, _ in results:
         assert_agree((result, grad_hidden, weight_gradient[:1001]), expected, 1e-5)

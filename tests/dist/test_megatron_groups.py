@@ -40,6 +40,6 @@ def test_groups_have_their_ranks_and_are_shared(worlds, size, parallel):
     expected = [{name: neighbours(r, size, parallel, axes) for name, axes in axes_of.items()} for r in range(size)]
     for rank, (ranks, sums, same) in enumerate(worlds(size).run("jobs:groups", parallel, list(axes_of))):
         assert ranks == expected[rank]
-        assert sums == {name: sum(10.0**r for r in members) for name, members in ranks.items()}  # digit r: rank r
+        assert sums == {name: sum(10.0**r for r in members) for name, members in ranks.items()}  # a digit per rank
         if not cpu_bridge.on_gpu():
             assert same == [(a, b) for a in axes_of for b in axes_of if ranks[a] == ranks[b]]

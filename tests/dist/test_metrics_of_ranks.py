@@ -15,10 +15,11 @@ from megatron_brorl.train.throughput import cluster_metrics, write_trace
 def metrics_and_texts(rank: int, path: str) -> tuple[dict[str, float], list[str]]:
     """Return metrics and gathered texts; the second rank takes three times as long and has a longer text."""
     grid_of()
-    spans = [Span("generate", 0.0, 1.0 + 2 * rank, {"tokens": 100.0}), *[Span("round", 0.0, 5.0, {})] * (1 + rank)]
+    spans = [Span("generate", begin=0.0, end=1.0 + 2 * rank, values={"tokens": 100.0})]
+    spans += [Span("round", begin=0.0, end=5.0, values={})] * (1 + rank)
     timeline = Timeline(spans=spans)
-    write_trace(Path(path), timeline, rank, -float(rank))
-    metrics = cluster_metrics(timeline, {"train": 2.0, "step": 10.0}, 0.0, None)
+    write_trace(Path(path), timeline, rank, origin=-float(rank))
+    metrics = cluster_metrics(timeline, {"train": 2.0, "step": 10.0}, trained_tokens=0.0, peak=None)
     return metrics, collectives.all_gather(f"rank {rank}" * (1 + 3 * rank))
 
 
@@ -30,7 +31,7 @@ def test_two_ranks(worlds, tmp_path):
     assert metrics["ranks/generate_slowest"] == 3.0
     assert metrics["ranks/generate_fastest"] == 1.0
     assert metrics["ranks/idle"] == (3.0 - 2.0) / 10.0
-    assert metrics["throughput/tokens_per_s"] == 200 / 10 / 2
+    assert metrics["throughput/tokens_per_s"] == 200 / 10 / 2  # per rank
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events] == [
         (0, "round", 0.0, 5e6),

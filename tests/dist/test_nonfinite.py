@@ -14,7 +14,7 @@ from megatron_brorl.errors import UserError
 
 NAN = float("nan")
 LAYOUTS = [(2, {"tensor": 2}), (4, {"pipeline": 2}), (4, {"context": 2})]
-ENGINE = [("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)]
+NAN_ROWS = [("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)]
 TOKEN = 40
 # Before several updates a forward pass of the actor finds the NaN.
 CHANGES = UNEVEN | {"algo": {"mini_batches": 2, "epochs": 2}, "theory": {"every": 0}}
@@ -42,12 +42,12 @@ def steps(
 
 @pytest.mark.slow
 def test_all_layouts_leave_out_the_same_rows(worlds, directory):
-    expected = worlds(1).run("test_nonfinite:steps", directory, {}, CHANGES, TOKEN, ENGINE)[0]
+    expected = worlds(1).run("test_nonfinite:steps", directory, {}, CHANGES, TOKEN, NAN_ROWS)[0]
     for metrics in expected[0]:
         assert metrics["nonfinite_rows"] > 4
         assert (metrics["updates_skipped"], metrics["updates"]) == (0, 4)
     for size, parallel in LAYOUTS:
-        assert_same(worlds(size).run("test_nonfinite:steps", directory, parallel, CHANGES, TOKEN, ENGINE), expected)
+        assert_same(worlds(size).run("test_nonfinite:steps", directory, parallel, CHANGES, TOKEN, NAN_ROWS), expected)
 
 
 def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> str:
@@ -59,14 +59,14 @@ def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> s
     worker = trainer.models.actor
     train = worker.train
 
-    def breaks_a_weight(*arguments: Any) -> Any:
+    def train_and_break_a_weight(*arguments: Any) -> Any:
         result = train(*arguments)
         if rank == torch.distributed.get_world_size() - 1:
             with torch.no_grad():
                 worker.actor.decoder.layers[-1].mlp.linear_fc1.weight[-1, -1] = NAN
         return result
 
-    worker.train = breaks_a_weight  # type: ignore[method-assign]
+    worker.train = train_and_break_a_weight  # type: ignore[method-assign]
     try:
         trainer.train_step()
     except UserError as e:

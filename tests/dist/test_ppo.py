@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 import tiny
 import torch
-from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, SEQUENCES, STEPS, TEMPERATURE, batch, turns
+from dist.jobs import PROMPT_OF_ROW
+from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OPTIM, SEQUENCES, STEPS, TEMPERATURE, batch, turns
 from dist.world import CP, PP, SEQUENCE, TP
 
 pytestmark = pytest.mark.slow
@@ -24,11 +25,8 @@ class Critic(torch.nn.Module):
 
 def optimizer(module, config):
     """Norm weights and biases are not decayed."""
-    kinds = {kind: [p for p in module.parameters() if (p.dim() > 1) == kind] for kind in (True, False)}
-    groups = [
-        {"params": kinds[True], "weight_decay": config.weight_decay},
-        {"params": kinds[False], "weight_decay": 0.0},
-    ]
+    matrices, vectors = ([p for p in module.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
@@ -40,18 +38,18 @@ def descend(module, adam, loss, config):
     return norm.item()
 
 
-def distribution(actor, prompt, response, own=slice(None)):
-    """Return the log-probabilities [tokens, V] of the tokens `own` of the response."""
-    logits = actor(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1][own]
+def distribution(actor, prompt, response, tokens=slice(None)):
+    """Return the log-probabilities [tokens, V] at the given tokens of the response. tokens: a slice or a mask."""
+    logits = actor(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1][tokens]
     return (logits / TEMPERATURE).log_softmax(-1)
 
 
-def log_probs(actor, prompt, response, own=slice(None)):
-    return distribution(actor, prompt, response, own).gather(-1, response[own][:, None])[:, 0]
+def log_probs(actor, prompt, response, tokens=slice(None)):
+    return distribution(actor, prompt, response, tokens).gather(-1, response[tokens][:, None])[:, 0]
 
 
-def values(critic, prompt, response, own=slice(None)):
-    hidden = critic.model(torch.cat((prompt, response))[None]).last_hidden_state[0, len(prompt) - 1 : -1][own]
+def values(critic, prompt, response, tokens=slice(None)):
+    hidden = critic.model(torch.cat((prompt, response))[None]).last_hidden_state[0, len(prompt) - 1 : -1][tokens]
     return (hidden @ critic.value_head.T)[:, 0]
 
 
@@ -95,40 +93,43 @@ def loop(directory, case):
     metrics = []
     for step in range(STEPS):
         prompts, responses, engine, rewards = batch(step)
-        own = turns(responses) if environment else [torch.ones_like(r, dtype=torch.bool) for r in responses]
-        engine = [x[s].double() for x, s in zip(engine, own, strict=True)]
-        rows = list(zip(prompts, responses, own, strict=True))
+        sampled = turns(responses) if environment else [torch.ones_like(r, dtype=torch.bool) for r in responses]
+        engine = [row[mask].double() for row, mask in zip(engine, sampled, strict=True)]
+        rows = list(zip(prompts, responses, sampled, strict=True))
         with torch.no_grad():
             old = [log_probs(actor, *row) for row in rows]
-            fixed = [log_probs(reference, *row) for row in rows]
-            v = [values(critic, *row) * (algo.advantage == "gae") for row in rows]
+            base = [log_probs(reference, *row) for row in rows]
+            old_values = [values(critic, *row) * (algo.advantage == "gae") for row in rows]
+        kl = [o - b for o, b in zip(old, base, strict=True)]
         raw = []
-        for reward, x, o, f in zip(rewards, v, old, fixed, strict=True):
-            earned = -algo.kl_coef * (o - f) if algo.kl_in == "reward" else torch.zeros_like(x)
-            earned[-1:] += reward
-            raw.append(generalised(earned, x, algo))
-        returns = [a + x for a, x in zip(raw, v, strict=True)]
+        for reward, x, row_kl in zip(rewards, old_values, kl, strict=True):
+            token_rewards = -algo.kl_coef * row_kl if algo.kl_in == "reward" else torch.zeros_like(x)
+            token_rewards[-1:] += reward
+            raw.append(generalised(token_rewards, x, algo))
+        returns = [a + x for a, x in zip(raw, old_values, strict=True)]
         flat = torch.cat(raw)
         mean, std = (flat.mean(), flat.std(correction=0)) if algo.advantage == "gae" else (0.0, 1.0)
-        advantages = [(a - mean) / std - algo.distill_coef * (o - f) for a, o, f in zip(raw, old, fixed, strict=True)]
-        gaps = [o - s for o, s in zip(old, engine, strict=True)]
+        advantages = [(a - mean) / std - algo.distill_coef * row_kl for a, row_kl in zip(raw, kl, strict=True)]
+        gaps = [o - e for o, e in zip(old, engine, strict=True)]
         low, high = torch.tensor((0.5, 5.0)).double().log()
         mismatch = [g.mean().expand(len(g)) if algo.mismatch_mask == "sequence" else g for g in gaps]
-        live = [(m >= low) & (m <= high) for m in mismatch]
+        accepted = [(m >= low) & (m <= high) for m in mismatch]  # tokens with a policy loss
         # The values of each metric, by token or by optimizer step.
-        parts = defaultdict(list, masked_share=[~t for t in live])
+        parts = defaultdict(list, masked_share=[~mask for mask in accepted])
         if algo.kl_in == "reward":
-            parts["reference_kl"] = parts["teacher_kl"] = [o - f for o, f in zip(old, fixed, strict=True)]
+            parts |= {"reference_kl": kl, "teacher_kl": kl}
         if algo.advantage == "gae":
-            parts |= {"value_mean": v, "return_mean": returns}
+            parts |= {"value_mean": old_values, "return_mean": returns}
             parts["explained_variance"] = [1 - flat.var() / torch.cat(returns).var()]
-        for members in 2 * [[i for i, g in enumerate(OF_PROMPT) if (i - OF_PROMPT.index(g)) % 2 == k] for k in (0, 1)]:
-            tokens = sum(int(own[i].sum()) for i in members)
+        siblings = [i - PROMPT_OF_ROW.index(prompt) for i, prompt in enumerate(PROMPT_OF_ROW)]
+        mini_batches = [[i for i, sibling in enumerate(siblings) if sibling % 2 == k] for k in (0, 1)]
+        for members in 2 * mini_batches:
+            tokens = sum(int(sampled[i].sum()) for i in members)
             loss = torch.zeros(()).double()
             for i in members if algo.advantage == "gae" else ():
                 new = values(critic, *rows[i])
-                near = torch.clamp(new, v[i] - CLIP, v[i] + CLIP)
-                errors = torch.stack(((new - returns[i]) ** 2, (near - returns[i]) ** 2))
+                clipped_values = torch.clamp(new, old_values[i] - CLIP, old_values[i] + CLIP)
+                errors = torch.stack(((new - returns[i]) ** 2, (clipped_values - returns[i]) ** 2))
                 parts["value_clipped"].append(errors[1] > errors[0])
                 loss = loss + errors.max(dim=0).values.sum() / 2 / tokens
             if algo.advantage == "gae":
@@ -136,29 +137,30 @@ def loop(directory, case):
                 parts["critic_grad_norm"].append(descend(critic, critic_adam, loss, CRITIC_OPTIM))
             loss = torch.zeros(()).double()
             for i in members:
-                every = distribution(actor, *rows[i])[live[i]]
-                current = every.gather(-1, responses[i][own[i]][live[i]][:, None])[:, 0]
-                ratio = current - old[i][live[i]]
+                mask = accepted[i]
+                table = distribution(actor, *rows[i])[mask]
+                current = table.gather(-1, responses[i][sampled[i]][mask][:, None])[:, 0]
+                ratio = current - old[i][mask]
                 ratio = (ratio.mean().expand(len(ratio)) if algo.ratio == "sequence" else ratio).exp()
                 clipped = ratio.clamp(1 - algo.eps_low, 1 + algo.eps_high)
-                a = advantages[i][live[i]]
-                weight = gaps[i][live[i]].exp().clamp(max=algo.is_cap)
-                terms = -weight * torch.minimum(ratio * a, clipped * a)
+                advantage = advantages[i][mask]
+                weight = gaps[i][mask].exp().clamp(max=algo.is_cap)
+                terms = -weight * torch.minimum(ratio * advantage, clipped * advantage)
                 if algo.kl_in == "loss":
-                    kl = (current - fixed[i][live[i]]) ** 2 / 2
-                    terms = terms + algo.kl_coef * kl
-                    parts["reference_kl"].append(kl)
-                entropy = -(every.exp() * every).sum(-1)
+                    k2 = (current - base[i][mask]) ** 2 / 2
+                    terms = terms + algo.kl_coef * k2
+                    parts["reference_kl"].append(k2)
+                entropy = -(table.exp() * table).sum(-1)
                 parts["entropy"].append(entropy)
                 if not parts["loss"]:
-                    parts["logprob_gap_mean"].append((current - engine[i][live[i]]).abs())
+                    parts["logprob_gap_mean"].append((current - engine[i][mask]).abs())
                 terms = terms - algo.entropy_coef * entropy
                 loss = loss + terms.sum() / (tokens if algo.aggregation == "token_mean" else len(members) * len(old[i]))
             parts["loss"].append(loss)
             parts["grad_norm"].append(descend(actor, adam, loss, OPTIM))
         values_of = {name: torch.cat([torch.as_tensor(x).double().flatten() for x in xs]) for name, xs in parts.items()}
-        places = [s.nonzero().flatten()[t] for s, t in zip(own, live, strict=True)]
-        names = [f"{g}/{i - OF_PROMPT.index(g)}" for i, g in enumerate(OF_PROMPT)]
+        places = [row.nonzero().flatten()[mask] for row, mask in zip(sampled, accepted, strict=True)]
+        names = [f"{prompt}/{sibling}" for prompt, sibling in zip(PROMPT_OF_ROW, siblings, strict=True)]
         trained = {name: tuple(x.tolist()) for name, x in zip(names, places, strict=True)}
         metrics.append(({name: x.mean().item() for name, x in values_of.items()}, trained))
     return str(directory), metrics, dict(actor.state_dict()), dict(critic.state_dict())
@@ -188,4 +190,5 @@ def test_steps_equal_a_plain_loop(worlds, loops, size, parallel, options, case):
             assert (tensor - actor[name]).norm() <= 1e-5 * actor[name].norm(), name
         for name, tensor in critic_weights.items():
             assert (tensor - critic[name]).norm() <= 1e-5 * critic[name].norm(), name
-        assert critic.keys() - critic_weights.keys() <= {"value_head"} or algo.advantage != "gae"
+        if algo.advantage == "gae":
+            assert critic.keys() - critic_weights.keys() <= {"value_head"}  # which only the last stage returns

@@ -49,7 +49,9 @@ def unmoved(
 ) -> tuple[list[dict[str, float]], bool]:
     """Take steps with the real engine; return metrics, and whether all weights and masters have the same bits."""
     shape = read_shape(directory)
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 200, sample_tokens, FusedDecode())
+    names = hf_shapes(shape)
+    cpu = torch.device("cpu")
+    engine = TorchEngine(shape, names, cpu, torch.float32, max_rows=200, sample=sample_tokens, ops=FusedDecode())
     trainer = trainer_of(directory, parallel, changes, engine)
     before = streamed(trainer.models.actor)
     metrics = take_steps(trainer, steps)
@@ -66,34 +68,31 @@ def reference_follows(
     rows = ([torch.tensor([5, 6, 7]), torch.tensor([9, 4])], [torch.tensor([8, 9, 2]), torch.tensor([3])])
     assert trainer.models.reference is not None
 
-    def log_probs(t: Trainer) -> list[list[torch.Tensor]]:
-        actor, reference = t.models.actor, t.models.reference
+    def log_probs(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
+        actor, reference = trainer.models.actor, trainer.models.reference
         assert reference is not None
-        return [policy.log_probs(*rows, 0.9) for policy in (actor, reference, actor)]
+        policies = {"actor": actor, "reference": reference, "actor again": actor}
+        return {name: policy.log_probs(*rows, temperature=0.9) for name, policy in policies.items()}
 
     results: dict[str, Any] = {"start": log_probs(trainer)}
     results["metrics"] = take_steps(trainer, 2)
     results["moved"] = log_probs(trainer)
     results["stepped"] = bool(trainer.models.actor.optimizer.optimizer.state)
     trainer.save()
-    again = trainer_of(directory, parallel, changes)
-    restore(again)
-    results["restored"] = log_probs(again)
-    again.models.reference.reset()  # type: ignore[union-attr]
-    results["reset"] = log_probs(again)
-    results["metrics"] += take_steps(again, 1)
+    second = trainer_of(directory, parallel, changes)
+    restore(second)
+    results["restored"] = log_probs(second)
+    second.models.reference.reset()  # type: ignore[union-attr]
+    results["reset"] = log_probs(second)
+    results["metrics"] += take_steps(second, 1)
     return results
-
-
-def same(a, b):
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize(("size", "reward", "critic"), [(1, 1.0, False), (2, 0.0, True)])
 def test_a_step_without_kept_groups_changes_nothing(worlds, directory, size, reward, critic):
     changes = SMALL | ({"algo": {"advantage": "gae"}} if critic else {}) | {"reward": {"cut_off_factor": 1.0}}
-    for metrics, before, after in worlds(size).run("test_recipe:judged", directory, {}, changes, reward, 2):
-        assert same(before, after)
+    for metrics, before, after in worlds(size).run("test_recipe:judged", directory, {}, changes, reward, steps=2):
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
         for row in metrics:
             assert (row["kept_share"], row["updates"], row["trained_tokens"]) == (0, 0, 0)
             assert (row["all_right_share"] > 0.5, row["all_wrong_share"] > 0.5) == (reward == 1, reward == 0)
@@ -111,8 +110,8 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
         "optim": {"lr": 0.0, "weight_decay": 0.1},
         "critic": {"lr": 1e-3},
     }
-    for metrics, kept in worlds(size).run("test_recipe:unmoved", directory, parallel, changes, 3):
-        assert kept
+    for metrics, unchanged in worlds(size).run("test_recipe:unmoved", directory, parallel, changes, steps=3):
+        assert unchanged
         assert len(metrics) == 3
         for row in metrics:
             assert (row["updates"], row["updates_skipped"]) == (4, 0)
@@ -131,29 +130,28 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
     changes = SMALL | {"algo": {"kl_coef": 0.1}, "reference": {"reset_every": 7}}
     for record in worlds(size).run("test_recipe:reference_follows", directory, parallel, changes, str(tmp_path)):
 
-        def flat(when, which, record=record):
-            return torch.cat(record[when][which])
+        def flat(when, policy, record=record):
+            return torch.cat(record[when][policy])
 
         # log_probs of the reference do not change the actor.
         for when in ("start", "moved", "restored", "reset"):
-            assert torch.equal(flat(when, 0), flat(when, 2))
-        assert torch.equal(flat("start", 0), flat("start", 1))
-        assert torch.equal(flat("moved", 1), flat("start", 1))
-        assert (flat("moved", 0) - flat("start", 0)).abs().max() > 1e-3
-        assert torch.equal(flat("restored", 0), flat("moved", 0))
-        assert torch.equal(flat("restored", 1), flat("moved", 1))
-        assert torch.equal(flat("reset", 1), flat("moved", 0))
+            assert torch.equal(flat(when, "actor"), flat(when, "actor again"))
+        assert torch.equal(flat("start", "actor"), flat("start", "reference"))
+        assert torch.equal(flat("moved", "reference"), flat("start", "reference"))
+        assert (flat("moved", "actor") - flat("start", "actor")).abs().max() > 1e-3
+        assert torch.equal(flat("restored", "actor"), flat("moved", "actor"))
+        assert torch.equal(flat("restored", "reference"), flat("moved", "reference"))
+        assert torch.equal(flat("reset", "reference"), flat("moved", "actor"))
         assert record["stepped"]
         # One update per step: the weights are equal before the first one; the reference is reset before the third.
-        assert [f["reference_kl"] for f in record["metrics"]] == pytest.approx(
-            [0, record["metrics"][1]["reference_kl"], 0]
-        )
-        assert record["metrics"][1]["reference_kl"] > 1e-8
+        first, second, third = (row["reference_kl"] for row in record["metrics"])
+        assert (first, third) == pytest.approx((0, 0))
+        assert second > 1e-8
 
 
-def passes(prompt, taken, n=16):
-    """Return the rewards of a prompt's rollouts by the fake engine and pool."""
-    return list(map(right, responses(3, prompt, n, 12, stream=taken)))
+def rewards_of(prompt, stream, n=16):
+    """Return the rewards of a prompt's rollouts by the fake engine and pool in the round `stream`."""
+    return list(map(right, responses(seed=3, prompt=prompt, n=n, tokens=12, stream=stream)))
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (4, {"tensor": 2})])
@@ -161,77 +159,76 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
     """Three siblings of two prompts often agree, so prompts are refilled until two are kept, at most three times.
 
     The learning rate counts the rollouts of the kept groups."""
-    changes = {
-        "rollout": {"prompts": 2, "n": 3, "refills": 2},
-        "optim": {"lr": 1e-3, "lr_for_rollouts": 24},
-    }
-    results = worlds(size).run("steps:run_steps", directory, parallel, changes, 8, {})
+    changes = {"rollout": {"prompts": 2, "n": 3, "refills": 2}, "optim": {"lr": 1e-3, "lr_for_rollouts": 24}}
+    results = worlds(size).run("steps:run_steps", directory, parallel, changes, steps=8, faults={})
     rounds = 0
-    taken = 0
+    prompts_taken = 0
     waiting = []
-    saw = set()
-    recent_prompts = recent_kept = 0.0
+    seen = set()
+    recent_prompts = 0.0
+    recent_kept = 0.0
     for step in range(8):
         pool = list(waiting)
         sampled = 0
         missing = 2 - len(waiting)
-        first = rounds
-        before = recent_prompts, recent_kept
-        for _ in range(3):
+        rounds_before = rounds
+        prompts_before = recent_prompts
+        kept_before = recent_kept
+        for _round in range(3):
             position = SourcePosition(recent_prompts=recent_prompts, recent_kept=recent_kept)
             count = round_size(missing, position, RolloutConfig(**changes["rollout"]))
-            pool += [(rounds, p) for p in fakes.prompts(count, taken)]
+            pool += [(rounds, p) for p in fakes.prompts(count, prompts_taken)]
             rounds = rounds + 1
-            taken = taken + count
+            prompts_taken = prompts_taken + count
             sampled = sampled + count
-            kept = [g for g in pool if 0 < sum(passes(g[1], g[0], 3)) < 3]
+            kept = [(stream, prompt) for stream, prompt in pool if 0 < sum(rewards_of(prompt, stream, n=3)) < 3]
             missing = 2 - len(kept)
-            recent_prompts = 0.5 * before[0] + sampled
-            recent_kept = 0.5 * before[1] + len(kept) - len(waiting)
+            recent_prompts = 0.5 * prompts_before + sampled
+            recent_kept = 0.5 * kept_before + len(kept) - len(waiting)
             if missing <= 0:
                 break
         waiting = kept[2:]
-        closed = [g for g in pool if g not in waiting]
-        saw |= {("rounds", rounds - first), ("waiting", len(waiting)), ("sampled", sampled)}
+        closed = [group for group in pool if group not in waiting]
+        seen |= {("rounds", rounds - rounds_before), ("waiting", len(waiting)), ("sampled", sampled)}
         for metrics, _, _ in results:
-            f = metrics[step]
-            assert f["prompts_sampled"] == sampled
-            assert f["rounds"] == rounds - first
-            assert f["surplus_groups"] == len(waiting)
-            assert f["kept_share"] == pytest.approx(len(kept[:2]) / len(closed))
-            assert f["rollouts"] == 3 * len(closed)
-            assert f["updates"] == (1 if kept else 0)
-            assert f["lr"] == pytest.approx(1e-3 * math.sqrt(3 * len(kept[:2]) / 24))
-    assert len(saw) >= 6  # more than one round, and a group that waited
+            row = metrics[step]
+            assert row["prompts_sampled"] == sampled
+            assert row["rounds"] == rounds - rounds_before
+            assert row["surplus_groups"] == len(waiting)
+            assert row["kept_share"] == pytest.approx(len(kept[:2]) / len(closed))
+            assert row["rollouts"] == 3 * len(closed)
+            assert row["updates"] == (1 if kept else 0)
+            assert row["lr"] == pytest.approx(1e-3 * math.sqrt(3 * len(kept[:2]) / 24))
+    assert len(seen) >= 6  # more than one round, and a group that waited
 
 
 def test_cut_off_responses_without_loss(worlds, directory):
     """With algo.overlong_filter, responses that were cut off are not trained on; metrics still count them."""
-    for on in (False, True):
-        changes = {"rollout": {"prompts": 3, "n": 16}, "algo": {"overlong_filter": on}}
-        ((metrics, _, _),) = worlds(1).run("steps:run_steps", directory, {}, changes, 1, {})
+    for overlong_filter in (False, True):
+        changes = {"rollout": {"prompts": 3, "n": 16}, "algo": {"overlong_filter": overlong_filter}}
+        ((metrics, *_),) = worlds(1).run("steps:run_steps", directory, {}, changes, steps=1, faults={})
         lengths = []
         for prompt in fakes.prompts(3):
-            rewards = passes(prompt, 0)
+            rewards = rewards_of(prompt, stream=0)
             if 0 < sum(rewards) < 16:
-                rows = responses(3, prompt, 16, 12)
-                lengths += [len(row) for row in rows if row[-1] == fakes.STOP or not on]
+                rows = responses(seed=3, prompt=prompt, n=16, tokens=12)
+                lengths += [len(row) for row in rows if row[-1] == fakes.STOP or not overlong_filter]
         assert metrics[0]["trained_tokens"] == sum(lengths)
         assert metrics[0]["rollouts"] == 48
 
 
 def test_shaping_reaches_the_advantages_and_not_the_selection(worlds, directory):
     shaping = {"overlong_tokens": 6, "cosine_coef": 1.0, "repetition_ngram": 1}
-    ((plain, _, _a),) = worlds(1).run("steps:run_steps", directory, {}, SMALL, 1, {})
-    ((shaped, _, _b),) = worlds(1).run("steps:run_steps", directory, {}, SMALL | {"shaping": shaping}, 1, {})
+    ((plain, *_),) = worlds(1).run("steps:run_steps", directory, {}, SMALL, 1, faults={})
+    ((shaped, *_),) = worlds(1).run("steps:run_steps", directory, {}, SMALL | {"shaping": shaping}, 1, faults={})
     assert [shaped[0][k] for k in ("reward", "kept_share", "rollouts")] == [
         plain[0][k] for k in ("reward", "kept_share", "rollouts")
     ]
     total = 0.0
     for prompt in fakes.prompts(3):
-        for row in responses(3, prompt, 16, 12):
+        for row in responses(seed=3, prompt=prompt, n=16, tokens=12):
             t = len(row)
-            total += right(row) * (1 - 0.5 + 0.25 * (1 + math.cos(math.pi * t / 12))) - max(0, t - 6) / 6
-            total -= 0.001 * (t - len(set(row)))
+            total += right(row) * (1 + (math.cos(math.pi * t / 12) - 1) / 4) - max(0, t - 6) / 6
+            total -= 0.001 * (t - len(set(row)))  # tokens that have occurred before
     assert shaped[0]["shaped_reward"] == pytest.approx(total / 48, rel=1e-5)
     assert shaped[0]["grad_norm"] != plain[0]["grad_norm"]

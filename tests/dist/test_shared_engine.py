@@ -33,14 +33,14 @@ class Events:
         grid_of()  # the processes meet
         self.store = dist.PrefixStore(name, _get_default_store())
 
-    def happened(self, what: str) -> None:
+    def happened(self, event: str) -> None:
         """Append an event and release the ranks that wait for it."""
-        self.store.set(str(self.store.add("count", 1)), what)
-        self.store.set(f"first of {what.split()[0]}", "")
+        self.store.set(str(self.store.add("count", 1)), event)
+        self.store.set(f"first of {event.split()[0]}", "")
 
-    def wait(self, who: str) -> None:
-        """Wait for an event."""
-        self.store.wait([f"first of {who}"])
+    def wait(self, word: str) -> None:
+        """Wait for an event whose text begins with this word."""
+        self.store.wait([f"first of {word}"])
 
     def all(self) -> list[str]:
         """Return all events in order. Collective."""
@@ -60,7 +60,7 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
         patch.setenv("LOCAL_RANK", str(dist.get_rank()))
         patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
         patch.setattr(remote_engine, "RemoteEngine", lambda *_, **keywords: keywords)
-        keywords: Any = connect_engine(config, {}, 200, 304, (2,))
+        keywords: Any = connect_engine(config, names={}, context=200, vocab=304, stop_ids=(2,))
     dist.barrier()
     shutil.rmtree(keywords["folder"], ignore_errors=True)
     return keywords["devices"] is not None, keywords["wait_for_ranks"]
@@ -68,11 +68,11 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
 
 def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> RemoteEngine:
     """Return this rank's client of an engine for both ranks, whose process is a fake that logs its calls."""
-    leads, meet = _joined(folder, 2)
-    me = "leader" if leads else "other"
+    leads, meet = _joined(folder, tensor=2)
+    own_name = "leader" if leads else "other"
 
-    def told_meet() -> None:
-        events.store.set(f"first of {me}", "")  # it has reached the barrier
+    def announce_and_meet() -> None:
+        events.store.set(f"first of {own_name}", "")  # this rank has reached the barrier
         meet()
 
     def sleep() -> None:
@@ -80,7 +80,7 @@ def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> Re
         events.happened("engine asleep")
 
     engine: Any = RemoteEngine.__new__(RemoteEngine)
-    engine.wait_for_ranks = told_meet
+    engine.wait_for_ranks = announce_and_meet
     engine.supervisor = None
     if leads:
         engine.supervisor = SimpleNamespace(sleep=sleep, wake=lambda: events.happened("engine awake"))
@@ -91,7 +91,7 @@ def sleeping(rank: int, folder: str, name: str) -> list[str]:
     """The leader's engine is slow to sleep: it returns once the other rank continues or waits."""
     events = Events(name)
     engine = _engine(events, folder, lambda: events.wait("other"))
-    Watchdog(engine, 60.0).sleep()
+    Watchdog(engine, timeout_s=60.0).sleep()
     if rank == 1:
         events.happened("other loads its models")
     return events.all()
@@ -109,7 +109,7 @@ def waking(rank: int, folder: str, name: str) -> list[str]:
     if rank == 1:
         events.wait("leader")
         events.happened("other has offloaded")
-    Watchdog(engine, 60.0).wake()
+    Watchdog(engine, timeout_s=60.0).wake()
     if rank == 0:
         events.happened("leader goes on")
     return events.all()
@@ -139,7 +139,7 @@ def updating(rank: int, name: str) -> list[str]:
     engine: Any = SimpleNamespace(update_weights=update_weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_sync, "_problem", reported_problem)
-        weight_sync.sync_weights(worker, engine, 1)
+        weight_sync.sync_weights(worker, engine, version=1)
     if rank == 1:
         events.happened("other goes on")
     return events.all()
@@ -149,25 +149,25 @@ def test_no_rank_continues_before_the_engine_has_its_weights(worlds):
     assert worlds(2).run("test_shared_engine:updating", "update") == [["engine has loaded", "other goes on"]] * 2
 
 
-def stuck(rank: int, folder: str, name: str, which: int) -> list[str]:
+def stuck(rank: int, folder: str, name: str, stuck_rank: int) -> list[str]:
     """One rank is stuck in generate: no rank waits forever, and a stuck leader does not call its engine."""
     events = Events(name)
-    dog = Watchdog(_engine(events, folder, lambda: None), 60.0)
-    dog.stuck = rank == which
-    dog.sleep()
-    dog.wake()
+    watchdog = Watchdog(_engine(events, folder, lambda: None), timeout_s=60.0)
+    watchdog.stuck = rank == stuck_rank
+    watchdog.sleep()
+    watchdog.wake()
     return events.all()
 
 
-@pytest.mark.parametrize(("which", "expected"), [(0, []), (1, ["engine asleep", "engine awake"])])
-def test_a_stuck_rank_blocks_no_other_rank(which, expected, worlds, tmp_path):
-    assert worlds(2).run("test_shared_engine:stuck", str(tmp_path), f"stuck {which}", which) == [expected] * 2
+@pytest.mark.parametrize(("stuck_rank", "expected"), [(0, []), (1, ["engine asleep", "engine awake"])])
+def test_a_stuck_rank_blocks_no_other_rank(stuck_rank, expected, worlds, tmp_path):
+    assert worlds(2).run("test_shared_engine:stuck", str(tmp_path), f"stuck {stuck_rank}", stuck_rank) == [expected] * 2
 
 
 def groups(rank: int, folder: str, name: str) -> list[str]:
     """Two engines have two ranks each; the ranks of the second meet after those of the first have continued."""
     events = Events(name)
-    _, meet = _joined(folder, 2)
+    _, meet = _joined(folder, tensor=2)
     if rank >= 2:
         events.wait("first")
     meet()

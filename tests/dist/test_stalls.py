@@ -19,17 +19,17 @@ from megatron_brorl.tracking.timeline import span
 
 
 def wait_for_rank_1(rank: int, writes: bool) -> str:
-    """Return the report of rank 0, which waits for rank 1. Rank 1 waits for that report."""
+    """Return the report of rank 0, which waits for rank 1. Rank 1 waits for that report, with a reporter if writes."""
     grid_of()
     lines: queue.Queue[str] = queue.Queue()
     store = network.shared_store()
-    reporter = StallReporter(1.0, lines.put)
+    reporter = StallReporter(timeout_s=1.0, report=lines.put)
     dist.barrier()
     if rank == 0 or writes:
         reporter.start()
     with span("score"):
         if rank == 1:
-            store.wait([f"reported/{writes}"])  # holds the lock of this connection to the store
+            store.wait([f"reported/{writes}"])  # This wait locks the process's connection to the store.
         elif writes:
             store.wait(["stalls/1"])
     with span("update"):

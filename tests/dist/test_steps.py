@@ -16,12 +16,12 @@ from megatron_brorl.rollout_log import entries, read_groups, read_rollouts
 
 pytestmark = pytest.mark.slow
 LOST = {("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)}
-STEPS = {"partial": 5, "critic": 3}
+STEPS = {"partial": 5, "critic": 3}  # of the other variants: 2
 
 
 @pytest.fixture(scope="module")
 def single(worlds, directory):
-    """Return the result of a variant in a single process."""
+    """Return a function that runs a variant in a single process once."""
     results = {}
 
     def get(variant, lose):
@@ -52,75 +52,75 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     expected = single(variant, LOST)
     assert_same(results, expected)
     assert expected[0][0]["lost_share"] == 4 / 96
-    masses = [f["theory_exact/unsampled_mass"] for f in expected[0] if "theory_exact/unsampled_mass" in f]
+    key = "theory_exact/unsampled_mass"
+    masses = [metrics[key] for metrics in expected[0] if key in metrics]
     assert masses  # not in a step without a complete group
     assert all(0 < mass < 1 for mass in masses)
-    assert sum(f["updates"] for f in expected[0]) >= steps - 1
-    requested = [(step, prompt, sibling) for _, _, calls in results for step, prompt, part in calls for sibling in part]
+    assert sum(metrics["updates"] for metrics in expected[0]) >= steps - 1
+    requested = [slot for result in results for slot in slots_of(result)]
     assert len(requested) == len(set(requested))
     first = {(prompt, sibling) for step, prompt, sibling in requested if step == 0}
     assert first == set(product(("p/0", "p/1", "p/2"), range(32)))
-    sizes = [sum(len(part) for step, _, part in calls if step == 0) for _, _, calls in results]
+    sizes = [sum(len(siblings) for step, _, siblings in calls if step == 0) for _, _, calls in results]
     assert sizes == [96 // size] * size
-    holders = {
-        prompt: {r for r, (_, _, calls) in enumerate(results) for _, p, _ in calls if p == prompt}
-        for prompt, _ in first
-    }
-    assert max(map(len, holders.values())) > 1
+    prompts_of_rank = [{prompt for _, prompt, _ in calls} for _, _, calls in results]
+    assert any(sum(prompt in prompts for prompts in prompts_of_rank) > 1 for prompt, _ in first)
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, PP), (4, TP)])
 def test_a_rank_that_loses_all_rollouts_blocks_no_other_rank(worlds, directory, size, parallel):
     """The rank loses the last siblings of the first step; all ranks train on the survivors of the others."""
     changes = VARIANTS["whole"]
-    gone = {(f"p/{i}", s) for i, s in product(range(3), range(32 - 32 // size, 32))}
+    lost = {(f"p/{i}", s) for i, s in product(range(3), range(32 - 32 // size, 32))}
     faults = {"rank": size - 1, "lose": {(f"p/{i}", s) for i, s in product(range(3), range(32))}}
-    results = worlds(size).run("steps:run_steps", directory, parallel, changes, 2, faults)
-    (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, 2, {"lose": gone})
+    results = worlds(size).run("steps:run_steps", directory, parallel, changes, steps=2, faults=faults)
+    (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, steps=2, faults={"lose": lost})
     assert_same(results, expected)
-    assert results[0][0][0]["lost_share"] == len(gone) / 96
+    assert results[0][0][0]["lost_share"] == len(lost) / 96
     assert results[0][0][0]["groups_lost"] == 0
 
 
-@pytest.mark.parametrize(("size", "variant", "slow"), [(2, "partial", 1), (4, "whole", 2)])
-def test_work_stealing_changes_no_result(worlds, directory, single, size, variant, slow):
-    """One rank takes rows only once; the others sample the rest of its share, four rows at a time."""
+def slots_of(result):
+    return [(step, prompt, sibling) for step, prompt, siblings in result[2] for sibling in siblings]
+
+
+@pytest.mark.parametrize(("size", "variant", "slow_rank"), [(2, "partial", 1), (4, "whole", 2)])
+def test_work_stealing_changes_no_result(worlds, directory, single, size, variant, slow_rank):
+    """slow_rank takes rows only once; the others sample the rest of its share, four rows at a time."""
     steps = STEPS.get(variant, 2)
     changes = VARIANTS[variant]
     changes = {**changes, "rollout": {**changes["rollout"], "max_num_seqs": 4, "pull": True}}
-    faults = {"rank": slow, "takes": 1}
+    faults = {"rank": slow_rank, "takes": 1}
     results = worlds(size).run("steps:run_steps", directory, {}, changes, steps, faults)
     expected = single(variant, set())
     assert_same(results, expected)
-    every = [[(call, prompt, i) for call, prompt, part in calls for i in part] for _, _, calls in results]
-    assert sorted(slot for part in every for slot in part) == sorted(
-        (c, p, i) for c, p, part in expected[2] for i in part
-    )
-    # Each call has at most four rows, and with partial rollouts also the ones that it had begun.
-    for call in range(steps if variant != "partial" else 1):
-        assert sum(c == call for c, _, _ in every[slow]) <= 4
-    assert len(every[slow]) < min(len(part) for rank, part in enumerate(every) if rank != slow)
+    *by_rank, expected_slots = map(slots_of, (*results, expected))
+    assert sorted(slot for slots in by_rank for slot in slots) == sorted(expected_slots)
+    # In a step the slow rank has at most four rows, and with partial rollouts also the ones that it had begun.
+    for step in range(steps if variant != "partial" else 1):
+        assert sum(slot[0] == step for slot in by_rank[slow_rank]) <= 4
+    assert len(by_rank[slow_rank]) < min(len(slots) for rank, slots in enumerate(by_rank) if rank != slow_rank)
 
 
 def test_partial_rollouts_are_carried(single):
-    """Five steps of 4 of 12 tokens each: compare the metrics with the random streams."""
+    """Compare with the random streams. Step t continues a rollout of n tokens that began in step s if n > 4 (t - s)."""
     metrics, _, calls = single("partial", LOST)
     groups = [
-        (step, prompt.id, responses(3, prompt, 32, 12, stream=step))
+        (step, prompt.id, responses(seed=3, prompt=prompt, n=32, tokens=12, stream=step))
         for step in range(5)
-        for prompt in fakes.prompts(3, 3 * step)
+        for prompt in fakes.prompts(3, first=3 * step)
     ]
     lengths = {
         (step, name, i): len(row) for step, name, rows in groups for i, row in enumerate(rows) if (name, i) not in LOST
     }
     for now in range(5):
         open_before = {(s, name) for s, name, i in lengths if s < now and lengths[s, name, i] > 4 * (now - s)}
+        new_prompts = {f"p/{3 * now + k}" for k in range(3)}
         expected = {(name, i) for (s, name, i), n in lengths.items() if s <= now and n > 4 * (now - s)}
-        expected |= {(name, i) for name, i in LOST if name in {f"p/{3 * now + k}" for k in range(3)}}
-        assert {(name, i) for step, name, part in calls if step == now for i in part} == expected
+        expected |= {(name, i) for name, i in LOST if name in new_prompts}
+        assert {(name, i) for step, name, siblings in calls if step == now for i in siblings} == expected
         waiting = {(s, name) for s, name, i in lengths if s <= now and lengths[s, name, i] > 4 * (now - s + 1)}
-        closing = open_before | {(now, f"p/{3 * now + k}") for k in range(3)}
-        closing -= waiting
+        closing = (open_before | {(now, name) for name in new_prompts}) - waiting
         trained = [key for key in lengths if key[:2] in closing]
         assert metrics[now]["rollouts"] == len(trained)
         assert metrics[now]["carried_rollouts"] == sum(
@@ -139,7 +139,7 @@ def test_partial_rollouts_are_carried(single):
             assert metrics[now]["staleness_max"] == max(behind)
     assert metrics[0]["rollouts"] == 0
     # No group closes before the third step, so there is no update and no token is older than the weights.
-    assert [f["updates"] for f in metrics] == [0, 0, 2, 2, 2]
+    assert [row["updates"] for row in metrics] == [0, 0, 2, 2, 2]
     assert [metrics[step]["staleness_max"] for step in (2, 3, 4)] == [0, 2, 4]
 
 
@@ -151,9 +151,9 @@ def test_group_rewards_and_subsets_equal_those_of_one_process(worlds, directory,
     algo = {"train_on": 5, "mini_batches": 2, "mini_batch_of": "siblings"}
     reward = {"group_function": f"{tmp_path}/own.py:score"}
     changes = {"rollout": {"prompts": 3, **waiting}, "reward": reward, "algo": algo}
-    (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, 5, {})
-    assert [f["group_errors"] for f in expected[0] if f["updates"]] == [0.0] * (5 if "n" in waiting else 3)
-    results = worlds(2).run("steps:resumed", directory, parallel, changes, 5, 3, str(tmp_path))
+    (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, steps=5, faults={})
+    assert [row["group_errors"] for row in expected[0] if row["updates"]] == [0.0] * (5 if "n" in waiting else 3)
+    results = worlds(2).run("steps:resumed", directory, parallel, changes, steps=5, stop_at=3, root=str(tmp_path))
     assert_same(results, expected)
     for metrics, weights, metrics_after, weights_after in results:
         assert [repr(m) for m in metrics_after] == [repr(m) for m in metrics[3:]]  # some are NaN
@@ -163,26 +163,27 @@ def test_group_rewards_and_subsets_equal_those_of_one_process(worlds, directory,
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (4, TP)])
 def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
     lose = {("p/1000", 0), *(("p/1002", i) for i in range(4)), ("p/1004", 2), ("p/1004", 3)}
-    samples = [responses(3, prompt, 4, 12, lose, stream="evaluate") for prompt in fakes.prompts(5, 1000)]
+    samples = [responses(3, prompt, n=4, tokens=12, lost=lose, stream="evaluate") for prompt in fakes.prompts(5, 1000)]
     rewards = [list(map(right, rows)) for rows in samples if rows]
     tokens = [len(row) for rows in samples for row in rows]
     assert [len(r) for r in rewards] == [3, 4, 4, 2]
     for evaluation in worlds(size).run("steps:evaluation", directory, parallel, lose):
-        assert evaluation["pass_at_1"]["mean"] == pytest.approx(sum(sum(r) / len(r) for r in rewards) / 4)
+        assert evaluation["pass_at_1"]["mean"] == pytest.approx(sum(sum(r) / len(r) for r in rewards) / len(rewards))
         for k in (1, 2, 4):
             enough = [r for r in rewards if len(r) >= k]
             expected = sum(pass_at_k(len(r), int(sum(r)), k) for r in enough) / len(enough)
             assert evaluation["pass_at_k"][str(k)] == pytest.approx(expected)
         assert evaluation["mean_reward"]["mean"] == evaluation["pass_at_1"]["mean"]  # rewards of 0 and 1
         assert evaluation["verifiers"] == ["exact"]
-        assert evaluation["response_tokens"] == pytest.approx(sum(tokens) / 13)
+        assert evaluation["response_tokens"] == pytest.approx(sum(tokens) / len(tokens))
         assert (evaluation["prompts"], evaluation["samples"], evaluation["lost"]) == (5, 4, 7)
 
 
 def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single):
     """With critic.warmup_steps = 1 the first step changes the critic and not the actor."""
-    ((metrics, weights, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 1, {"lose": LOST})
-    ((_, before, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 0, {})
+    job = ("steps:run_steps", directory, {}, VARIANTS["critic"])
+    ((metrics, weights, _),) = worlds(1).run(*job, steps=1, faults={"lose": LOST})
+    ((_, before, _),) = worlds(1).run(*job, steps=0, faults={})
     assert all(torch.equal(weights[name], before[name]) for name in before)
     assert (metrics[0]["updates"], metrics[0]["critic_updates"]) == (0, 4)
     assert metrics[0]["explained_variance"] == 0.0
@@ -193,14 +194,14 @@ def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single)
 
 
 def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
-    """The random numbers are the same. If a token differs, its number is at a step of the distribution."""
+    """The random numbers are the same. If a token differs, its number is at a boundary between two tokens."""
     numbers = [0, 1]
     n = 128
-    (whole,) = worlds(1).run("steps:draw", directory, {}, numbers, n, 4096)
+    (whole,) = worlds(1).run("steps:draw", directory, {}, numbers, n, max_rows=4096)
     assert set(whole) == set(product((f"p/{i}" for i in numbers), range(n)))
-    others = [("alone", [worlds(1).run("steps:draw", directory, {}, [i], n, 300)[0] for i in numbers])]
+    others = [("alone", [worlds(1).run("steps:draw", directory, {}, [i], n, max_rows=300)[0] for i in numbers])]
     others += [
-        (str(layout), worlds(2).run("steps:draw", directory, layout, numbers, n, 4096))
+        (str(layout), worlds(2).run("steps:draw", directory, layout, numbers, n, max_rows=4096))
         for layout in ({}, {"tensor": 2})
     ]
     for name, parts in others:
@@ -216,12 +217,12 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
         for place in differing:
             a = whole[place]
             b = rollouts[place]
-            at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
-            gap = (a.logits[at] - b.logits[at]).abs().max().item()
-            cdf = a.logits[at].double().softmax(-1).cumsum(-1)
-            step = cdf[min(a.tokens[at], b.tokens[at])].item()
+            first = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
+            gap = (a.logits[first] - b.logits[first]).abs().max().item()
+            cdf = a.logits[first].double().softmax(-1).cumsum(-1)
+            boundary = cdf[min(a.tokens[first], b.tokens[first])].item()
             assert gap <= 1e-4
-            assert abs(a.uniforms[at] - step) <= 1e-5
+            assert abs(a.uniforms[first] - boundary) <= 1e-5
 
 
 def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path):
@@ -230,7 +231,7 @@ def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path):
     (whole,) = worlds(1).run("steps:recorded", directory, {}, changes, str(tmp_path / "one"))
     parts = worlds(2).run("steps:recorded", directory, TP, changes, str(tmp_path / "two"))
     assert len(whole) == 3
-    assert [len(own) for own in parts] == [3, 3]
+    assert [len(names) for names in parts] == [3, 3]
     one = tmp_path / "one"
     two = tmp_path / "two"
     assert entries(one) == entries(two)

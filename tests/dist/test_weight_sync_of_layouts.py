@@ -32,7 +32,7 @@ from megatron_brorl.train.weight_sync import sync_weights, verify_weights
 from megatron_brorl.train.worker import Worker
 
 pytestmark = pytest.mark.slow
-BIG = (4, TP | PP)
+BIG = (4, TP | PP)  # ranks and layout
 
 
 class Engine:
@@ -40,7 +40,7 @@ class Engine:
 
     def __init__(self, worker: Worker) -> None:
         self.names = hf_shapes(worker.shape)
-        self.held: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, torch.Tensor] = {}
         self.version = -1
         self.fault = ""
         self.faults_left = 0
@@ -49,7 +49,7 @@ class Engine:
         if self.faults_left:
             self.faults_left -= 1
             tensors = FAULTS[self.fault](tensors)
-        self.held = receive(tensors, self.names, torch.device("cpu"), torch.float32)
+        self.weights = receive(tensors, self.names, torch.device("cpu"), torch.float32)
         self.version = version
 
 
@@ -85,7 +85,7 @@ def _worker_and_engine(directory: str, parallel: dict[str, Any]) -> tuple[Worker
     """Use several buckets per stage for a model of a few kilobytes."""
     worker = make_worker(directory, parallel)
     table = [entry for bucket in worker.buckets for entry in bucket]
-    worker.buckets = make_buckets(table, 4, limit=30_000, expert_ranks=worker.grid.ep_size)
+    worker.buckets = make_buckets(table, item_bytes=4, limit=30_000, expert_ranks=worker.grid.ep_size)
     assert len(worker.buckets) > 4
     return worker, Engine(worker)
 
@@ -100,43 +100,43 @@ def syncs(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list[
         assert engine.version == version
         expected = load_file(os.path.join(directory, "model.safetensors"))
         expected = {name: expected[name] for name in engine.names}
-        assert engine.held.keys() == expected.keys()
-        wrong += [f"{version}: {n}" for n, x in expected.items() if not torch.equal(engine.held[n], x)]
+        assert engine.weights.keys() == expected.keys()
+        wrong += [f"{version}: {n}" for n, x in expected.items() if not torch.equal(engine.weights[n], x)]
     return wrong
 
 
-def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, where: int, tries: int) -> dict[str, Any]:
-    """Damage `tries` updates in a row on the engine of rank `where`, then sync without a fault."""
+def damaged(rank: int, directory: str, parallel: dict[str, Any], fault: str, faulty: int, tries: int) -> dict[str, Any]:
+    """Damage `tries` updates in a row on the engine of rank `faulty`, then sync without a fault."""
     worker, engine = _worker_and_engine(directory, parallel)
-    sync_weights(worker, engine, 0)
-    old = engine.held
+    sync_weights(worker, engine, version=0)
+    old = engine.weights
     with torch.no_grad():
         for p in worker.actor.parameters():
             p.mul_(2)  # the same for all copies of a parameter
     engine.fault = fault
-    engine.faults_left = tries if rank == where else 0
+    engine.faults_left = tries if rank == faulty else 0
     result: dict[str, Any] = {"refused": ""}
     try:
-        result["repeats"] = sync_weights(worker, engine, 1)
+        result["repeats"] = sync_weights(worker, engine, version=1)
     except UpdateRefused as e:
         result["refused"] = str(e)
-        result["kept"] = engine.version == 0 and all(torch.equal(x, old[n]) for n, x in engine.held.items())
-    result["repeats_of_next"] = sync_weights(worker, engine, 2)
-    result["right"] = engine.version == 2 and all(torch.equal(x, 2 * old[n]) for n, x in engine.held.items())
+        result["kept"] = engine.version == 0 and all(torch.equal(x, old[n]) for n, x in engine.weights.items())
+    result["repeats_of_next"] = sync_weights(worker, engine, version=2)
+    result["right"] = engine.version == 2 and all(torch.equal(x, 2 * old[n]) for n, x in engine.weights.items())
     return result
 
 
-def killed(rank: int, directory: str, parallel: dict[str, Any], where: int) -> tuple[str, bool]:
-    """Kill rank `where` during an update; return the error of the others, and whether their engines are unchanged."""
+def killed(rank: int, directory: str, parallel: dict[str, Any], victim: int) -> tuple[str, bool]:
+    """Kill rank `victim` during an update; return the error of the others, and whether their engines are unchanged."""
     worker, engine = _worker_and_engine(directory, parallel)
-    sync_weights(worker, engine, 0)
-    old = dict(engine.held)
+    sync_weights(worker, engine, version=0)
+    old = dict(engine.weights)
     engine.fault = "die"
-    engine.faults_left = int(rank == where)
+    engine.faults_left = int(rank == victim)
     try:
-        engine.update_weights(worker.hf_tensors(), 1)
+        engine.update_weights(worker.hf_tensors(), version=1)
     except UpdateRefused as e:
-        return str(e), engine.version == 0 and all(torch.equal(x, old[n]) for n, x in engine.held.items())
+        return str(e), engine.version == 0 and all(torch.equal(x, old[n]) for n, x in engine.weights.items())
     return "", False
 
 
@@ -147,7 +147,7 @@ def drifted(rank: int, directory: str, parallel: dict[str, Any]) -> str:
         with torch.no_grad():
             next(iter(worker.actor.parameters())).view(torch.int32).view(-1)[3] ^= 1
     try:
-        sync_weights(worker, Engine(worker), 0)
+        sync_weights(worker, Engine(worker), version=0)
     except UpdateRefused as e:
         return str(e)
     return ""
@@ -156,15 +156,16 @@ def drifted(rank: int, directory: str, parallel: dict[str, Any]) -> str:
 def verified(_rank: int, directory: str, parallel: dict[str, Any], wrong: bool) -> float | str:
     """Verify a TorchEngine; wrong: the engine has the weights of another step."""
     worker = make_worker(directory, parallel)
-    engine = TorchEngine(worker.shape, hf_shapes(worker.shape), torch.device("cpu"), torch.float32, 100, sample_tokens)
-    sync_weights(worker, engine, 0)
+    shape, cpu = worker.shape, torch.device("cpu")
+    engine = TorchEngine(shape, hf_shapes(shape), cpu, torch.float32, max_rows=100, sample=sample_tokens)
+    sync_weights(worker, engine, version=0)
     if wrong:
         with torch.no_grad():
             for p in worker.actor.parameters():
                 p.mul_(1.01)
     config = Config(train=TrainConfig(verify_tolerance=1e-4))
     try:
-        return verify_weights(worker, Watchdog(engine, 60.0), 0, config)[0].max
+        return verify_weights(worker, Watchdog(engine, timeout_s=60.0), 0, config)[0].max
     except UserError as e:
         return str(e)
 
@@ -221,10 +222,10 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize(("fault", "where"), [("flip", 3), ("stop", 0)])
-def test_a_fault_on_one_rank_is_repaired_by_sending_again(worlds, weights, fault, where):
+@pytest.mark.parametrize(("fault", "faulty"), [("flip", 3), ("stop", 0)])
+def test_a_fault_on_one_rank_is_repaired_by_sending_again(worlds, weights, fault, faulty):
     size, parallel = BIG
-    for result in worlds(size).run("test_weight_sync_of_layouts:faulty", weights[0], parallel, fault, where, tries=1):
+    for result in worlds(size).run("test_weight_sync_of_layouts:damaged", weights[0], parallel, fault, faulty, tries=1):
         assert result == {"refused": "", "repeats": 1, "repeats_of_next": 0, "right": True}
 
 
@@ -232,7 +233,7 @@ def test_a_fault_on_one_rank_is_repaired_by_sending_again(worlds, weights, fault
 def test_a_permanent_fault_is_refused_by_every_rank(worlds, weights, fault):
     """The engine that refused keeps its version; after the next sync all versions are equal."""
     size, parallel = BIG
-    results = worlds(size).run("test_weight_sync_of_layouts:faulty", weights[0], parallel, fault, where=2, tries=2)
+    results = worlds(size).run("test_weight_sync_of_layouts:damaged", weights[0], parallel, fault, faulty=2, tries=2)
     for rank, result in enumerate(results):
         expected = MESSAGES[fault] if rank == 2 else "version 1: refused by the engine of another rank"
         assert expected in result["refused"]
@@ -247,9 +248,9 @@ def test_a_rank_that_dies_in_an_update_leaves_the_other_engines_unchanged(weight
     answers = []
     try:
         with pytest.raises((EOFError, ConnectionError)):
-            world.run("test_weight_sync_of_layouts:killed", weights[0], BIG[1], where=0)
+            world.run("test_weight_sync_of_layouts:killed", weights[0], BIG[1], victim=0)
         for pipe, process in zip(world.pipes[1:], world.processes[1:], strict=True):
-            assert pipe.poll(120)
+            assert pipe.poll(timeout=120)
             answers.append(pipe.recv())
             process.kill()  # A rank with an error ends, and the ranks that wait for it fail, too.
     finally:
@@ -281,9 +282,9 @@ def test_checkpoints_are_divided_as_megatron_divides_them(worlds, tmp_path, case
     from torch.distributed.checkpoint import FileSystemReader
 
     tiny.make_model(tmp_path / "hf", *case)
-    to_megatron(tmp_path / "hf", tmp_path / "ours", tensor=2, pipeline=2)
+    to_megatron(tmp_path / "hf", tmp_path / "brorl", tensor=2, pipeline=2)
     worlds(4).run(
-        "test_weight_sync_of_layouts:save_by_megatron", str(tmp_path / "hf"), str(tmp_path / "theirs"), BIG[1]
+        "test_weight_sync_of_layouts:save_by_megatron", str(tmp_path / "hf"), str(tmp_path / "megatron"), BIG[1]
     )
 
     def described(name):
@@ -297,8 +298,8 @@ def test_checkpoints_are_divided_as_megatron_divides_them(worlds, tmp_path, case
                 entries[key] = (tuple(meta.size), meta.properties.dtype, chunks)
         return entries
 
-    assert described("ours") == described("theirs")
-    ours, theirs = (json.loads((tmp_path / name / "metadata.json").read_text()) for name in ("ours", "theirs"))
-    assert theirs.items() <= ours.items()  # Megatron-Core 0.19 names no backend of common.pt any more.
-    to_hf(tmp_path / "theirs", tmp_path / "back", config=tmp_path / "hf")
+    assert described("brorl") == described("megatron")
+    own, expected = (json.loads((tmp_path / name / "metadata.json").read_text()) for name in ("brorl", "megatron"))
+    assert expected.items() <= own.items()  # Megatron-Core 0.19 names no backend of common.pt any more.
+    to_hf(tmp_path / "megatron", tmp_path / "back", config=tmp_path / "hf")
     assert_same_weights(tmp_path / "hf", tmp_path / "back")

@@ -56,7 +56,7 @@ class World:
             results.append(value)
             if not ok:
                 failures.append(f"{job} failed on rank {rank}:\n{value}")
-        if failures:  # all answers have been read, so that the next job reads its own
+        if failures:  # All answers have been read, so the next job does not get them.
             raise AssertionError(failures[0])
         return results
 
@@ -65,8 +65,8 @@ class World:
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank = psutil.Process(process.pid)
-                for each in [*rank.children(recursive=True), rank]:
-                    each.kill()
+                for member in [*rank.children(recursive=True), rank]:
+                    member.kill()
 
 
 def _serve(rank: int, environment: dict[str, str], listener: socket.socket | None, pipe: Any) -> None:

@@ -23,8 +23,8 @@ def init(config) -> Path:
 def warm(config, init) -> Path:
     """Return the initial model after a little supervised training on two processes."""
     directory = config.parent / "sft"
-    done = brorl("sft", "--processes", "2", config, f"model.path={init}", f"run.dir={directory}")
-    assert done.returncode == 0, done.stderr
+    result = brorl("sft", "--processes", "2", config, f"model.path={init}", f"run.dir={directory}")
+    assert result.returncode == 0, result.stderr
     return directory / "model"
 
 
@@ -32,6 +32,6 @@ def warm(config, init) -> Path:
 def finished(config, warm, tmp_path_factory):
     """An undisturbed run: its folder and its finished process."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
-    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", plots=True)
-    assert done.returncode == 0, done.stderr
-    return directory, done
+    result = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", plots=True)
+    assert result.returncode == 0, result.stderr
+    return directory, result

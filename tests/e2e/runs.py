@@ -45,11 +45,11 @@ LETTERS = "def letters(response, row):\n    return sum(c.isalpha() for c in resp
 
 def write_config(folder: Path) -> Path:
     """Write TOML, its data files and LETTERS to a folder; return the path of the configuration."""
-    parts = {"HELD_OUT": HELD_OUT, "TRAIN": [row for row in ROWS if row not in HELD_OUT]}
+    data = {"HELD_OUT": HELD_OUT, "TRAIN": [row for row in ROWS if row not in HELD_OUT]}
     text = TOML
-    for name, chosen in parts.items():
+    for name, data_rows in data.items():
         path = folder / f"{name.lower()}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+        path.write_text("".join(json.dumps(row) + "\n" for row in data_rows))
         text = text.replace(name, str(path))
     (folder / "run.toml").write_text(text)
     (folder / "letters.py").write_text(LETTERS)
@@ -72,8 +72,8 @@ SMALL_MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", 
 
 def make_model(config: Path | str, directory: Path | str, *options: str, cwd: Path | None = None) -> None:
     """Write a random model of a few thousand parameters, and a tokenizer for the data of the configuration."""
-    done = forks.script(MAKE_MODEL, config, directory, *SMALL_MODEL, *options, cwd=cwd)
-    assert done.returncode == 0, done.stderr
+    result = forks.script(MAKE_MODEL, config, directory, *SMALL_MODEL, *options, cwd=cwd)
+    assert result.returncode == 0, result.stderr
 
 
 def example_script() -> Any:
@@ -92,7 +92,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
 def brorl(
     *arguments: Any, cwd: Path | None = None, plots: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in forked ranks until it ends. plots: draw them, which takes half of the time of a short run."""
+    """Run a command in forked ranks until it ends. plots: draw plots, which takes half of the time of a short run."""
     return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment}, cwd, plots)
 
 
@@ -101,9 +101,9 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """Run `brorl train` on two processes, and check that it succeeds."""
     command = ["train", "--processes", 2, config, f"model.path={model}", f"run.dir={run_dir}"]
-    done = brorl(*command, *options, **environment)
-    assert done.returncode == 0, done.stderr
-    return done
+    result = brorl(*command, *options, **environment)
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 def rewind(run_dir: Path, step: int) -> None:
@@ -145,7 +145,7 @@ def lines_until(run: subprocess.Popen[str], text: str, seconds: float = 180.0) -
 
 def wait_for(run: subprocess.Popen[str], text: str) -> None:
     """Read the output of a started run up to the line that contains `text`."""
-    for _ in lines_until(run, text):
+    for _line in lines_until(run, text):
         pass
 
 

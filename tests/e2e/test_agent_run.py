@@ -48,11 +48,11 @@ run.log = []
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agent")
-    tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    tiny.make_model(folder / "model", "qwen2", tied=True, vocab_size=304, bos_token_id=0, eos_token_id=1)
     make_hf(folder / "model", chat_template=TEMPLATE)
     data = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(3) for b in range(3)]
-    for name, part in (("held_out", data[:2]), ("rows", data[2:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    for name, data_rows in (("held_out", data[:2]), ("rows", data[2:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data_rows))
     (folder / "agent.py").write_text(AGENT)
     (folder / "run.toml").write_text(TOML.format(folder))
     return folder / "run.toml"
@@ -61,12 +61,12 @@ def config(tmp_path_factory):
 def test_runs_are_equal_with_delays_and_a_restart(config, tmp_path):
     command = ["train", "--processes", "2", config]
     whole, restarted = tmp_path / "whole", tmp_path / "restarted"
-    done = brorl(*command, f"run.dir={whole}")
-    assert done.returncode == 0, done.stderr
+    result = brorl(*command, f"run.dir={whole}")
+    assert result.returncode == 0, result.stderr
     shutil.copytree(whole, restarted)
-    rewind(restarted, 1)
-    done = brorl(*command, f"run.dir={restarted}")
-    assert "resumed from" in done.stderr, done.stderr
+    rewind(restarted, step=1)
+    result = brorl(*command, f"run.dir={restarted}")
+    assert "resumed from" in result.stderr, result.stderr
     lines = rows(whole)
     assert rows(restarted) == lines
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, restarted)]
@@ -78,8 +78,8 @@ def test_runs_are_equal_with_delays_and_a_restart(config, tmp_path):
 
 
 def test_a_dry_run_tries_the_agent(config, tmp_path):
-    done = brorl("train", "--dry-run", config, f"run.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if "agent run" in line]
+    result = brorl("train", "--dry-run", config, f"run.dir={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if "agent run" in line]
     assert "3 calls" in line
     assert "verifier exact scores '0'" in line

@@ -32,8 +32,8 @@ train = {{ steps = 2, tokens_per_micro_batch = 600 }}
 def test_a_mixture_of_prepared_files(tmp_path: Path) -> None:
     """On two processes. test_resume.py resumes runs."""
     files = {}
-    own = ["--prompt", "q", "--answer", "a"]
-    for name, raw, options in (("gsm8k", GSM8K, []), ("deepscaler", DEEPSCALER, []), ("custom", OWN, own)):
+    columns = ["--prompt", "q", "--answer", "a"]
+    for name, raw, options in (("gsm8k", GSM8K, []), ("deepscaler", DEEPSCALER, []), ("custom", OWN, columns)):
         source = tmp_path / f"{name}.raw.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in raw))
         files[name] = tmp_path / f"{name}.jsonl"
@@ -45,15 +45,15 @@ def test_a_mixture_of_prepared_files(tmp_path: Path) -> None:
     make_model(config, tmp_path / "model", "--vocab", "600", "--context", "128")
 
     run = tmp_path / "run"
-    done = brorl("train", "--processes", 2, config, f"model.path={tmp_path / 'model'}", f"run.dir={run}")
-    assert done.returncode == 0, done.stderr
-    assert "data.mixture[0]: school has 50.0% of the prompts" in done.stderr
+    result = brorl("train", "--processes", 2, config, f"model.path={tmp_path / 'model'}", f"run.dir={run}")
+    assert result.returncode == 0, result.stderr
+    assert "data.mixture[0]: school has 50.0% of the prompts" in result.stderr
     assert [row["rollouts"] for row in rows(run)] == [40, 40]
     assert (run / "model" / "model.safetensors").is_file()
 
     # Each step has 5, 3 and 2 prompts of the sources, and no prompt occurs twice in an epoch.
-    steps = [m for m in entries(run / FOLDER) if m.kind == "step"]
-    prompts = [read_groups(run / FOLDER, step)["prompt_id"].to_pylist() for step in steps]
-    sources = [Counter(name.split(":")[0] for name in names) for names in prompts]
+    steps = [entry for entry in entries(run / FOLDER) if entry.kind == "step"]
+    prompt_ids = [read_groups(run / FOLDER, step)["prompt_id"].to_pylist() for step in steps]
+    sources = [Counter(prompt_id.split(":")[0] for prompt_id in ids) for ids in prompt_ids]
     assert sources == [{"gsm8k": 5, "deepscaler": 3, "custom": 2}] * 2
-    assert len({name for names in prompts for name in names}) == 20
+    assert len({prompt_id for ids in prompt_ids for prompt_id in ids}) == 20

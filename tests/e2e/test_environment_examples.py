@@ -38,7 +38,7 @@ def guessing(turns: list[str], observations: list[str], prompt: str, answer: str
 
 @pytest.fixture
 def commands_of(tmp_path):
-    """A function that returns the commands of `python` and `brorl` in a shell script, which it runs without them."""
+    """A function that runs a shell script, in which `python` and `brorl` do nothing, and returns their commands."""
     for name in ("python", "brorl"):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
@@ -47,9 +47,9 @@ def commands_of(tmp_path):
 
     def commands_of(*script, **environment):
         env = {**ENVIRONMENT, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment}
-        done = subprocess.run(["bash", *script], capture_output=True, text=True, env=env, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return [shlex.split(line) for line in done.stderr.splitlines()]
+        result = subprocess.run(["bash", *script], capture_output=True, text=True, env=env, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        return [shlex.split(line) for line in result.stderr.splitlines()]
 
     return commands_of
 
@@ -59,8 +59,8 @@ def commands_of(tmp_path):
 )
 def test_example(tmp_path, commands_of, check, target, processes, sft_steps):
     name = check.__name__
-    for part in ("examples", "tools"):
-        shutil.copytree(REPOSITORY / part, tmp_path / part)
+    for folder in ("examples", "tools"):
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder)
     small = ["sft.examples_per_step=64", "train.steps=1", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
     commands = commands_of("examples/environment.sh", name, *small, f"sft.steps={sft_steps}", PROCESSES=processes)
     assert [command[:2] for command in commands] == [
@@ -71,10 +71,10 @@ def test_example(tmp_path, commands_of, check, target, processes, sft_steps):
     ]
     for program, *words in commands:
         if program == "brorl":
-            done = brorl(*words, cwd=tmp_path)
+            result = brorl(*words, cwd=tmp_path)
         else:
-            done = forks.script(tmp_path / words[0], *words[1:], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+            result = forks.script(tmp_path / words[0], *words[1:], cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
 
     train, held_out = (
         [json.loads(line) for line in (tmp_path / f"runs/environments/{name}_{part}.jsonl").read_text().splitlines()]
@@ -83,7 +83,9 @@ def test_example(tmp_path, commands_of, check, target, processes, sft_steps):
     assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
     for row in train:
         parts = re.split("(<result>.*?</result>)", row[target])
-        assert check(parts[::2], parts[1::2], row["prompt"], row["answer"]) or len(parts) == 11
+        assert (
+            check(parts[::2], parts[1::2], row["prompt"], row["answer"]) or len(parts) == 11
+        )  # A game may end after six turns.
 
     run = load_run(tmp_path / "runs" / name)
     groups = {group["group"]: (group["prompt"], group["reference"]) for group in run.groups(0).to_pylist()}

@@ -33,22 +33,22 @@ def test_shell_scripts_pass_shellcheck():
     patterns = ("examples/**/*.sh", "examples/slurm/*.sbatch", "tools/*.sh")
     scripts = [script for pattern in patterns for script in REPOSITORY.glob(pattern)]
     assert len(scripts) >= 9
-    done = run(shellcheck, *scripts, REPOSITORY / ".ci" / "run")
-    assert done.returncode == 0, done.stdout
-    with warnings.catch_warnings():  # this script is also Python
+    result = run(shellcheck, *scripts, REPOSITORY / ".ci" / "run")
+    assert result.returncode == 0, result.stdout
+    with warnings.catch_warnings():  # The script is also valid Python.
         warnings.simplefilter("error")
         compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec")
 
 
 def test_the_smoke_run_changes_only_sizes_and_the_engine():
     example = example_script()
-    real, smoke = (
+    full, smoke = (
         {f"{name}.{key}": value for name, section in asdict(config).items() for key, value in section.items()}
         for config in (load(example.CONFIG), load(example.CONFIG, [*example.SMOKE_SIZES, *example.SMOKE_ON_A_CPU]))
     )
     sizes = {setting.partition("=")[0] for setting in example.SMOKE_SIZES} - {"run.dir"}
-    assert {key for key in real if real[key] != smoke[key]} == sizes | {"run.dir", "rollout.engine"}
-    assert all(0 < smoke[key] < real[key] for key in sizes)
+    assert {key for key in full if full[key] != smoke[key]} == sizes | {"run.dir", "rollout.engine"}
+    assert all(0 < smoke[key] < full[key] for key in sizes)
 
 
 @pytest.mark.parametrize(("processes", "gpus", "ranks"), [(None, 0, 1), (None, 3, 3), ("2", 3, 2)])
@@ -60,8 +60,8 @@ def test_bash_starts_a_rank_per_gpu(tmp_path, processes, gpus, ranks):
         (tmp_path / "bin" / name).chmod(0o755)
     script = tmp_path / "examples" / SCRIPT.name
     environment = {"PROCESSES": processes} if processes else {}
-    done = run("bash", script, "--smoke", PATH=f"{tmp_path / 'bin'}:{PATH}", **environment)
-    assert done.stdout == f"{script} --processes {ranks} --smoke\n", done.stderr
+    result = run("bash", script, "--smoke", PATH=f"{tmp_path / 'bin'}:{PATH}", **environment)
+    assert result.stdout == f"{script} --processes {ranks} --smoke\n", result.stderr
 
 
 def test_the_smoke_run_by_torchrun(tmp_path, monkeypatch):
@@ -75,8 +75,8 @@ def test_the_smoke_run_by_torchrun(tmp_path, monkeypatch):
         patch.setattr(subprocess, "run", forked)
         example_script().tiny_model(tmp_path / "run_model")
     options = ("--smoke", f"run.dir={directory}", *SMALL_EXAMPLE, "train.steps=2")
-    done = run("torchrun", "--nproc-per-node", 2, SCRIPT, *options)
-    assert done.returncode == 0, done.stderr
+    result = run("torchrun", "--nproc-per-node", 2, SCRIPT, *options)
+    assert result.returncode == 0, result.stderr
     lines = rows(directory)
     assert [line["step"] for line in lines] == [0, 1]
     assert sum(line["updates"] for line in lines) >= 1

@@ -35,10 +35,11 @@ def listening(launcher: Any) -> Iterator[str]:
     """Yield the addresses on which any process of the run accepts connections or datagrams."""
     for process in processes(launcher):
         with contextlib.suppress(psutil.Error):
-            for c in process.net_connections("inet"):
+            for connection in process.net_connections("inet"):
                 # A datagram socket with a peer, such as a name server, receives only from that peer.
-                if c.status == psutil.CONN_LISTEN or (c.type == socket.SOCK_DGRAM and c.laddr and not c.raddr):
-                    yield c.laddr.ip
+                is_datagram = connection.type == socket.SOCK_DGRAM and connection.laddr and not connection.raddr
+                if is_datagram or connection.status == psutil.CONN_LISTEN:
+                    yield connection.laddr.ip
 
 
 @pytest.fixture
@@ -59,10 +60,10 @@ def begin(tmp_path) -> Iterator[Callable[..., Any]]:
 
 
 def test_a_run_listens_on_loopback_and_ends_with_its_launcher(config, init, tmp_path, begin):
-    other = [name for name, own in psutil.net_if_addrs().items() if not _is_loopback(own)]
-    environment = {"PYTHONPATH": str(DOUBLE), **({"GLOO_SOCKET_IFNAME": other[0]} if other else {})}
+    public = [name for name, addresses in psutil.net_if_addrs().items() if not _is_loopback(addresses)]
+    environment = {"PYTHONPATH": str(DOUBLE), **({"GLOO_SOCKET_IFNAME": public[0]} if public else {})}
 
-    # From the first process to a step after a checkpoint.
+    # Check from the first process to a step after a checkpoint.
     command = ("train", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", *OPTIONS)
     run = begin(*command, **environment)
     addresses = {address for _ in lines_until(run, "train 2/5000") for address in listening(run)}
@@ -72,11 +73,11 @@ def test_a_run_listens_on_loopback_and_ends_with_its_launcher(config, init, tmp_
     # SIGKILL for the launcher ends ranks, engine and scoring processes, which releases the lock.
     family = processes(run)
     assert len(family) >= 6
-    ends = [os.pidfd_open(process.pid) for process in family]
+    pidfds = [os.pidfd_open(process.pid) for process in family]
     run.kill()
-    for end in ends:
-        assert select.select([end], [], [], 180.0)[0]
-        os.close(end)
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], 180.0)[0]  # readable at the end of the process
+        os.close(pidfd)
     with open(tmp_path / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -106,21 +107,21 @@ def test_a_loss_that_fails_on_the_last_stage_is_reported_by_its_rank(config, ini
     file = tmp_path / "mine.py"
     file.write_text("def loss(log_probs, **_):\n    return -log_probs if len(log_probs) == 6 else log_probs[1:]\n")
     options = ("--processes", 2, "parallel.pipeline=2", "algo.dynamic_sampling=false", f"algo.policy_loss={file}:loss")
-    done = brorl("train", config, f"model.path={init}", f"run.dir={tmp_path / 'run'}", *options)
-    assert done.returncode in (1, 2)
-    (line,) = [line for line in done.stderr.splitlines() if "mine.py" in line]
+    result = brorl("train", config, f"model.path={init}", f"run.dir={tmp_path / 'run'}", *options)
+    assert result.returncode in (1, 2)
+    (line,) = [line for line in result.stderr.splitlines() if "mine.py" in line]
     assert line.startswith(f"brorl: algo.policy_loss = {file}:loss: returned torch.float32 [")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_second_run_in_the_same_directory(config, init, tmp_path):
     (tmp_path / "run").mkdir()
-    with open(tmp_path / "run" / ".lock", "w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+    with open(tmp_path / "run" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         run = f"run.dir={tmp_path / 'run'}"
-        done = brorl("train", "--processes", "2", config, f"model.path={init}", run)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "another run is writing there" in done.stderr
+        result = brorl("train", "--processes", "2", config, f"model.path={init}", run)
+        assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+        assert "another run is writing there" in result.stderr
 
 
 def _is_loopback(interface: list[Any]) -> bool:

@@ -46,19 +46,19 @@ def test_peft_loads_the_adapter(adapted, init):
     adapter = PeftModel.from_pretrained(hf_model(init), adapted / "adapter")
     assert torch.allclose(logits(adapter), logits(merged), rtol=0, atol=1e-5)
     assert (logits(merged) - logits(hf_model(init))).abs().max() > 1e-2
-    texts = [m.generate(TOKENS[:, :4], do_sample=False, max_new_tokens=16).tolist() for m in (adapter, merged)]
+    texts = [model.generate(TOKENS[:, :4], do_sample=False, max_new_tokens=16).tolist() for model in (adapter, merged)]
     assert texts[0] == texts[1]
 
 
 def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, init, tmp_path):
-    """The last checkpoint holds the adapters of the end of the run, those of the reference, and two moments of Adam."""
+    """The last checkpoint holds the trained adapters, the reference's adapters, and two moments of Adam."""
     last = adapted / "checkpoints/latest"
     assert brorl("convert", "to-peft", last, tmp_path / "adapter", "--config", init).returncode == 0
-    done = brorl("convert", "to-hf", last, tmp_path / "model", "--config", init, "--verify")
-    assert done.returncode == 0, done.stderr
-    assert "logits equal those of" in done.stderr
+    result = brorl("convert", "to-hf", last, tmp_path / "model", "--config", init, "--verify")
+    assert result.returncode == 0, result.stderr
+    assert "logits equal those of" in result.stderr
 
-    converted, expected = (tiny.weights(d / "adapter") for d in (tmp_path, adapted))
+    converted, expected = (tiny.weights(folder / "adapter") for folder in (tmp_path, adapted))
     assert converted.keys() == expected.keys()
     assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
     merged, exported = tiny.weights(tmp_path / "model"), tiny.weights(adapted / "model")
@@ -71,15 +71,17 @@ def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, init, tmp_p
 
 
 def test_conversions_that_do_not_fit_are_refused(adapted, config, init, tmp_path):
-    """The other base differs from the model in the last bit of one weight."""
-    other, latest, out = tmp_path / "other", adapted / "checkpoints/latest", tmp_path / "out"
+    """The folder `other` has the base model with another last bit of one weight."""
+    other = tmp_path / "other"
+    latest = adapted / "checkpoints/latest"
+    out = tmp_path / "out"
     shutil.copytree(init, other)
     assert brorl("convert", "to-megatron", init, tmp_path / "whole").returncode == 0
     data = bytearray((other / "model.safetensors").read_bytes())
     data[-4] ^= 1
     (other / "model.safetensors").write_bytes(data)
     options = [f"model.path={other}", f"run.dir={adapted}", *reward_letters(config), *OPTIONS, "train.steps=5"]
-    for command, words in [
+    for command, message in [
         (["train", config, *options], "other base weights in model.path"),
         (["convert", "to-hf", latest, out, "--config", other], "is not the base model of"),
         (["convert", "to-peft", latest, out, "--config", other], "is not the base model of"),
@@ -87,18 +89,18 @@ def test_conversions_that_do_not_fit_are_refused(adapted, config, init, tmp_path
         (["convert", "to-megatron", latest, out, "--config", init], "holds only adapters: convert to-hf"),
         (["convert", "to-peft", tmp_path / "whole", out, "--config", init], "has no adapters"),
     ]:
-        done = brorl(*command)
-        assert done.returncode == 2, done.stderr
-        (line,) = [x for x in done.stderr.splitlines() if x.startswith("brorl: ")]
-        assert words in line
+        result = brorl(*command)
+        assert result.returncode == 2, result.stderr
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("brorl: ")]
+        assert message in line
         assert not out.exists()
 
 
 def test_supervised_training_moves_only_adapters(config, init, tmp_path):
-    """Weights outside of the targets keep their bits, and the others differ from the base by the adapters' product."""
+    """Weights outside of the targets keep their bits. Targets differ from the base by the product of the adapters."""
     options = ["lora.rank=2", 'lora.targets=["q_proj", "down_proj"]', "sft.steps=3"]
-    done = brorl("sft", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
-    assert done.returncode == 0, done.stderr
+    result = brorl("sft", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
+    assert result.returncode == 0, result.stderr
     base, merged = tiny.weights(init), tiny.weights(tmp_path / "model")
     adapter = tiny.weights(tmp_path / "adapter")
     for name, before in base.items():
@@ -107,5 +109,5 @@ def test_supervised_training_moves_only_adapters(config, init, tmp_path):
             continue
         a, b = (adapter[f"base_model.model.{name.replace('weight', f'lora_{x}.weight')}"] for x in "AB")
         assert b.abs().max() > 1e-4
-        expected = before.double() + 32 / 2 * b.double() @ a.double()
+        expected = before.double() + 32 / 2 * b.double() @ a.double()  # lora.alpha / lora.rank
         assert torch.allclose(merged[name].double(), expected, rtol=0, atol=1e-6), name

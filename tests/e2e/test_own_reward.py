@@ -40,8 +40,8 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
     Most responses are cut off, and keep their negative reward.
     """
     (folder / "minus.py").write_text("def score(response, row):\n    return -len(response) / 4\n")
-    done = train(folder, "data.verifier=minus.py:score", "run.dir=minus", "reward.cut_off_factor=0")
-    assert done.returncode == 0, done.stderr
+    result = train(folder, "data.verifier=minus.py:score", "run.dir=minus", "reward.cut_off_factor=0")
+    assert result.returncode == 0, result.stderr
     lines = rows(folder / "minus")
     assert all(line["reward"] < 0 < line["reward_std"] for line in lines)
     assert [(line["kept_share"], line["all_right_share"], line["all_wrong_share"]) for line in lines] == [(1, 0, 1)] * 2
@@ -50,16 +50,17 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
     # No success in 20 prompts gives the Clopper-Pearson interval from 0 to 1 - 0.025^(1/20).
     summary = json.loads((folder / "minus" / "summary.json").read_text())
     for when in ("before", "after"):
-        p, r = summary[f"pass_at_1_{when}"], summary[f"mean_reward_{when}"]
-        assert (p["mean"], p["low"], p["high"]) == (0.0, 0.0, pytest.approx(1 - 0.025 ** (1 / 20)))
-        assert r["low"] < r["mean"] < r["high"] < 0
-        assert r == summary[when]["mean_reward"]
-        assert f"reward {when:6}  {r['mean']:.4g}  95% interval {r['low']:.4g} to {r['high']:.4g}" in done.stdout
-        assert f"mean reward {r['mean']:.4g} (95% interval {r['low']:.4g} to {r['high']:.4g})" in done.stderr
-    assert "'minus.py:score' gives -0.75 to the reference answer of row sum-3" in done.stderr
+        success, reward = summary[f"pass_at_1_{when}"], summary[f"mean_reward_{when}"]
+        assert (success["mean"], success["low"], success["high"]) == (0.0, 0.0, pytest.approx(1 - 0.025 ** (1 / 20)))
+        assert reward["low"] < reward["mean"] < reward["high"] < 0
+        assert reward == summary[when]["mean_reward"]
+        interval = f"{reward['low']:.4g} to {reward['high']:.4g}"
+        assert f"reward {when:6}  {reward['mean']:.4g}  95% interval {interval}" in result.stdout
+        assert f"mean reward {reward['mean']:.4g} (95% interval {interval})" in result.stderr
+    assert "'minus.py:score' gives -0.75 to the reference answer of row sum-3" in result.stderr
 
-    # The last line names the key, and pass-rates counts the subsets of 8 rollouts with equal rewards.
-    assert "warning: no reward of the run reached reward.correct_at = 1 (mean " in done.stdout.splitlines()[-1]
+    # The last line names the key. pass-rates prints the share of subsets of 8 rollouts whose rewards differ.
+    assert "warning: no reward of the run reached reward.correct_at = 1 (mean " in result.stdout.splitlines()[-1]
     run = load_run(folder / "minus")
     counts = Counter((r["prompt_id"], r["reward"]) for step in (0, 1) for r in run.rollouts(step).to_pylist())
     share = 1 - sum(comb(count, 8) for count in counts.values()) / comb(16, 8) / len({prompt for prompt, _ in counts})
@@ -71,9 +72,10 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
     assert [r["reward"] for r in table] == [-len(r["answer"]) / 4 for r in table]
 
 
-@pytest.mark.parametrize("by", ["data.verifier=own.py:score", "environment.factory=own.py:Game"])
-def test_own_columns_reach_functions_and_results(folder, by):
+@pytest.mark.parametrize("setting", ["data.verifier=own.py:score", "environment.factory=own.py:Game"])
+def test_own_columns_reach_functions_and_results(folder, setting):
     """Each reward is a tenth of the column "low", so means over rows are known in advance. One row has no reward."""
+    name = setting.partition(".")[0]
     rows = [{"pair": f"{i} {j}", "more": j, "size": "two" if j > 9 else 1, "low": i} for i in (2, 5) for j in (7, 11)]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "low": 3}]))
     (folder / "own.py").write_text("""
@@ -87,15 +89,15 @@ class Game:
     def reward(self): return score("", self.row)
 """)
     flags = ["--data=own.jsonl", "--held-out=own.jsonl", "--prompt=pair", "--answer=more", "--task=size"]
-    written = brorl("init", f"{by[:4]}.toml", "--model=init", *flags, "--reward=own.py:score", cwd=folder)
+    written = brorl("init", f"{name}.toml", "--model=init", *flags, "--reward=own.py:score", cwd=folder)
     assert (written.returncode, "fill in" in written.stdout) == (0, False), written.stderr
     steps = [*STEPS, "train.steps=1", "rollout.prompts=5", "reward.correct_at=0.5", "rollout.max_tokens=4"]
     steps.append("algo.dynamic_sampling=false")
-    done = brorl("train", f"{by[:4]}.toml", by, *steps, "algo.advantage=own.py:advantage", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    before = json.loads((folder / "runs" / by[:4] / "summary.json").read_text())["before"]
-    assert before["mean_reward"]["mean"] == pytest.approx((2 + 2 + 5 + 5) / 50)
-    assert ("environment raised 16x" in done.stderr) == ("Game" in by)
+    result = brorl("train", f"{name}.toml", setting, *steps, "algo.advantage=own.py:advantage", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    before = json.loads((folder / "runs" / name / "summary.json").read_text())["before"]
+    assert before["mean_reward"]["mean"] == pytest.approx((0.2 + 0.2 + 0.5 + 0.5 + 0) / 5)
+    assert ("environment raised 16x" in result.stderr) == ("Game" in setting)
     assert {name: task["mean"] for name, task in before["by_task"].items()} == {"1": 1 / 3, "two": 1 / 2}
 
 
@@ -103,18 +105,18 @@ def test_a_verifier_that_raises_ends_an_evaluation_before_a_model_is_loaded(fold
     """test_dry_run.py checks the same for training."""
     (folder / "broken.py").write_text("def score(response, row):\n    return nothing\n")
     options = ["model.path=init", "run.dir=broken", *STEPS, "data.verifier=broken.py:score"]
-    done = brorl("evaluate", "examples/own_reward/own_reward.toml", *options, cwd=folder)
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if "broken.py" in line]
+    result = brorl("evaluate", "examples/own_reward/own_reward.toml", *options, cwd=folder)
+    assert result.returncode == 2
+    (line,) = [line for line in result.stderr.splitlines() if "broken.py" in line]
     assert "row sum-3: broken: NameError: name 'nothing'" in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
     assert not (folder / "broken").exists()
 
 
 OWN = """
 from pathlib import Path
 calls = 0
-def late(call):  # The first call is the check before the run.
+def late(call):  # Whether more than `call` calls have begun. The first one is the check before the run.
     global calls
     calls += 1
     return calls > call
@@ -133,8 +135,8 @@ def run_mine(folder):
     def run(code: dict[str, str], *options: str) -> tuple[subprocess.CompletedProcess[str], str]:
         text = OWN.format(**{"score": "0", "advantage": "0", "loss": "0"} | code)
         (folder / "mine.py").write_text(text)
-        done = train(folder, *LONG, *(f"{key}={value}" for key, value in NAMES.items()), *options)
-        return done, hashlib.sha256(text.encode()).hexdigest()
+        result = train(folder, *LONG, *(f"{key}={value}" for key, value in NAMES.items()), *options)
+        return result, hashlib.sha256(text.encode()).hexdigest()
 
     run({}, "run.dir=undisturbed")
     return run
@@ -153,7 +155,8 @@ def test_a_function_that_raises_loses_no_step(folder, run_mine, code, is_lost):
     assert all(line["carried_rollouts"] > 0 for line in expected)
     shutil.rmtree(folder / "failed", ignore_errors=True)
     first, broken = run_mine(code, "run.dir=failed")
-    message, steps = first.stderr.splitlines()[-1], len(rows(folder / "failed"))
+    message = first.stderr.splitlines()[-1]
+    steps = len(rows(folder / "failed"))
     state = f"steps 1 to {steps} are lost" if is_lost else f"the state after {steps} steps is saved;"
     assert (first.returncode, "Traceback" in first.stderr, 0 < steps < 4) == (2, False, True)
     assert all(text in message for text in ("mine.py, line", "ZeroDivisionError", state, "--accept-changed-functions"))
@@ -161,8 +164,8 @@ def test_a_function_that_raises_loses_no_step(folder, run_mine, code, is_lost):
     if "loss" not in code:
         refused, _ = run_mine({}, "run.dir=failed")
         assert (refused.returncode, "--accept-changed-functions" in refused.stderr) == (2, True)
-    done, repaired = run_mine({}, "run.dir=failed", "--accept-changed-functions")
-    assert done.returncode == 0, done.stderr
+    result, repaired = run_mine({}, "run.dir=failed", "--accept-changed-functions")
+    assert result.returncode == 0, result.stderr
     assert rows(folder / "failed") == expected
     changes = json.loads((folder / "failed" / "run.json").read_text())["starts"][-1]["changes"]
     assert changes == {f"own_functions.{name}": [broken, repaired] for name in NAMES.values() if not is_lost}

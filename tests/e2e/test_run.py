@@ -29,7 +29,7 @@ def test_supervised_training_lowers_the_loss(warm):
 
 
 def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
-    directory, done = finished
+    directory, result = finished
     lines = rows(directory)
     assert [line["step"] for line in lines] == list(range(8))
     assert all(line["rollouts"] == 6 * 32 for line in lines)
@@ -44,10 +44,10 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
         first, second = summary[f"pass_at_1_{when}"], summary[f"pass_at_2_{when}"]
         assert 0 <= first["low"] <= first["mean"] <= first["high"] <= 1
         assert second == summary[when]["pass_at_k"]["2"] >= first["mean"]
-        assert f"held-out {when}: pass@1 {100 * first['mean']:.1f}%" in done.stderr
-        (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
+        assert f"held-out {when}: pass@1 {100 * first['mean']:.1f}%" in result.stderr
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
         assert line.endswith(f"pass@2  {second:.4f}")
-    assert "6 prompts x 32 rollouts = 192 -> 2 optimizer steps" in done.stderr
+    assert "6 prompts x 32 rollouts = 192 -> 2 optimizer steps" in result.stderr
     assert set(summary["findings"]) <= {"task never right"}  # this model never learns to reverse words
     assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
     assert summary["job_seconds"] > 0
@@ -58,8 +58,8 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
 
     # The rollout log has every step and all three evaluations; the console shows three samples of each evaluation.
     moments = entries(directory / "rollouts")
-    assert [m.number for m in moments if m.kind == "step"] == list(range(8))
-    assert [m.number for m in moments if m.kind == "evaluation"] == [0, 4, 8]
+    assert [entry.number for entry in moments if entry.kind == "step"] == list(range(8))
+    assert [entry.number for entry in moments if entry.kind == "evaluation"] == [0, 4, 8]
     for line in lines:
         groups = read_groups(directory / "rollouts", LogEntry("step", line["step"])).to_pylist()
         assert sum(g["right"] for g in groups) / (6 * 32) == pytest.approx(line["reward"])
@@ -68,11 +68,11 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     groups = read_groups(directory / "rollouts", LogEntry("evaluation", 8)).to_pylist()
     assert sum(g["right"] for g in groups) / (24 * 2) == pytest.approx(summary["pass_at_1_after"]["mean"])
     assert len(read_rollouts(directory / "rollouts", LogEntry("evaluation", 8))) == 24 * 2
-    assert done.stderr.count("held-out sample") == 3 * 3
+    assert result.stderr.count("held-out sample") == 3 * 3
 
     # The console shows the numbers of metrics.jsonl.
-    shown = [re.match(r"train (\d)/8 .* reward ([\d.]+)", line) for line in done.stderr.splitlines()]
-    assert [(int(m[1]), m[2]) for m in shown if m] == [(line["step"] + 1, f"{line['reward']:.3f}") for line in lines]
+    matches = [re.match(r"train (\d)/8 .* reward ([\d.]+)", line) for line in result.stderr.splitlines()]
+    assert [(int(m[1]), m[2]) for m in matches if m] == [(line["step"] + 1, f"{line['reward']:.3f}") for line in lines]
 
     # The exported model is a trained one, with the tokenizer of the base model.
     trained = AutoModelForCausalLM.from_pretrained(directory / "model")
@@ -93,14 +93,14 @@ def test_early_stopping_and_the_model_card(config, warm, tmp_path):
     options = ["train.patience=1", "optim.lr=0.0", "evaluate.every=1", "train.steps=50", "rollout.n=16"]
     command = ["train", config, f"model.path={base}", f"run.dir={run}", *options]
     begun = time.gmtime()
-    done = brorl(*command)
-    assert done.returncode == 0, done.stderr
+    result = brorl(*command)
+    assert result.returncode == 0, result.stderr
     text = (run / "summary.json").read_text()
     summary = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     assert summary["steps"] == len(rows(run)) == 2
-    assert "nan" not in (done.stdout + done.stderr).lower()
+    assert "nan" not in (result.stdout + result.stderr).lower()
     assert "optim.lr = 0: raise it" in summary["findings"]["weights unchanged"]
-    assert done.stdout.splitlines()[-1].removeprefix("warning: ") in summary["findings"].values()
+    assert result.stdout.splitlines()[-1].removeprefix("warning: ") in summary["findings"].values()
 
     front, body = card(run)
     assert (front["license"], front["base_model"]) == ("llama3", "them/large")
@@ -109,7 +109,7 @@ def test_early_stopping_and_the_model_card(config, warm, tmp_path):
     assert f"| pass@2 | {summary['pass_at_2_before']:.4f} | {summary['pass_at_2_after']:.4f} |" in body
 
     # The date of the first start is in the checkpoint.
-    days = {time.strftime("%Y-%m-%d", at) for at in (begun, time.gmtime())}
+    days = {time.strftime("%Y-%m-%d", moment) for moment in (begun, time.gmtime())}
     assert any(f"| began | {day} (UTC) |" in body for day in days)
     written = (run / "model" / "README.md").read_bytes()
     shutil.rmtree(run / "model")  # A run with a model counts as finished.
@@ -120,20 +120,20 @@ def test_early_stopping_and_the_model_card(config, warm, tmp_path):
 
 def test_the_time_limit_ends_refills_and_the_run(config, init, tmp_path):
     options = ["train.max_seconds=1e-3", "train.steps=50", "rollout.n=8", "rollout.refills=1000", "data.held_out=[]"]
-    done = brorl("train", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
-    assert done.returncode == 0, done.stderr
+    result = brorl("train", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
+    assert result.returncode == 0, result.stderr
     assert [row["rounds"] for row in rows(tmp_path)] == [1]
 
 
 def test_a_student_learns_from_a_teacher_and_resumes_bit_exactly(config, init, warm, tmp_path):
-    """Held-out prompts are scored by `exact`, training prompts by nothing: distillation needs no verifier."""
+    """Distillation needs no verifier: only held-out prompts have one."""
     files = f"data.mixture=[{{files=['{config.parent / 'train.jsonl'}'], weight=1, verifier='none'}}]"
     options = ["data.train=[]", files, f"teacher.path={warm}", "algo.distill_coef=1", "algo.dynamic_sampling=false"]
     options += ["train.offload=true", "parallel.pipeline=2", "optim.lr=3e-3", "theory.every=0", "train.steps=6"]
     whole, restarted = tmp_path / "whole", tmp_path / "restarted"
     train(config, init, whole, *options)
     shutil.copytree(whole, restarted)
-    rewind(restarted, 3)
+    rewind(restarted, step=3)
     assert "resumed from" in train(config, init, restarted, *options).stderr
     lines = rows(whole)
     assert rows(restarted) == lines
@@ -145,16 +145,16 @@ def test_a_student_learns_from_a_teacher_and_resumes_bit_exactly(config, init, w
 
 def test_evaluate_gives_the_result_of_the_run(finished, config, tmp_path):
     """One process instead of two evaluates the same prompts with the same random numbers and results."""
-    done = brorl("evaluate", config, f"model.path={finished[0] / 'model'}", f"run.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("held_out sample") == 3
-    result = json.loads((tmp_path / "evaluation.json").read_text())
+    result = brorl("evaluate", config, f"model.path={finished[0] / 'model'}", f"run.dir={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("held_out sample") == 3
+    evaluation = json.loads((tmp_path / "evaluation.json").read_text())
     summary = json.loads((finished[0] / "summary.json").read_text())
-    assert result["pass_at_1"] == summary["pass_at_1_after"]
-    assert f"{result['pass_at_1']['mean']:.2%} (" in done.stdout
-    assert "evaluate 1/1  elapsed" in done.stderr
-    assert set(result["pass_at_k"]) == {"1", "2"}
-    assert result["pass_at_k"]["1"] == pytest.approx(result["pass_at_1"]["mean"])
+    assert evaluation["pass_at_1"] == summary["pass_at_1_after"]
+    assert f"{evaluation['pass_at_1']['mean']:.2%} (" in result.stdout
+    assert "evaluate 1/1  elapsed" in result.stderr
+    assert set(evaluation["pass_at_k"]) == {"1", "2"}
+    assert evaluation["pass_at_k"]["1"] == pytest.approx(evaluation["pass_at_1"]["mean"])
 
 
 @pytest.mark.fast
@@ -166,8 +166,8 @@ def test_a_step_can_span_two_epochs(config, init, tmp_path):
     sizes = ("run.seed=3", "rollout.prompts=4", "rollout.n=8", "rollout.max_tokens=24", "train.steps=4")
     files = ("data.held_out=[]", f'data.train=["{data}"]')
     run = tmp_path / "run"
-    done = brorl("train", config, f"model.path={init}", f"run.dir={run}", *sizes, *files)
-    assert done.returncode == 0, done.stderr
+    result = brorl("train", config, f"model.path={init}", f"run.dir={run}", *sizes, *files)
+    assert result.returncode == 0, result.stderr
     assert [line["rollouts"] for line in rows(run)] == [4 * 8] * 4
     steps = [read_groups(run / FOLDER, LogEntry("step", step))["prompt_id"].to_pylist() for step in range(4)]
     assert [(len(names), len(set(names))) for names in steps] == [(4, 4), (4, 4), (4, 3), (4, 4)]
@@ -184,28 +184,28 @@ def test_a_vocabulary_larger_than_the_tokenizer(config, tmp_path):
     tokenizer = train_sentencepiece(words, model, 512)
     assert tokenizer.vocab_size == 512
     sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 64}
-    write_random_model(qwen2_config(**sizes, vocab=576, eos_token_id=tokenizer.eos_id), model, 0)
-    options = ("rollout.max_tokens=16", 'rollout.stop_strings=["7"]', "algo.dynamic_sampling=false", "train.steps=2")
-    options += ("data.held_out=[]",)
+    write_random_model(qwen2_config(**sizes, vocab=576, eos_token_id=tokenizer.eos_id), model, seed=0)
+    options = ["rollout.max_tokens=16", 'rollout.stop_strings=["7"]', "algo.dynamic_sampling=false", "train.steps=2"]
+    options.append("data.held_out=[]")
     command = ("train", config, f"model.path={model}", f"run.dir={run}", "ops.implementation=reference")
-    done = brorl(*command, *options, "train.verify_weights=always")
-    assert done.returncode == 0, done.stderr
+    result = brorl(*command, *options, "train.verify_weights=always")
+    assert result.returncode == 0, result.stderr
     assert all(0 < line["reshard_gap_max"] < 1e-4 for line in rows(run))
     assert all(line["trained_tokens"] > 1000 and line["logprob_gap_max"] < 1e-4 for line in rows(run))
 
 
 def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
-    """Two files. Another number of processes gives the same answers, so the comparison finds no difference."""
+    """Another number of processes gives the same answers, so the comparison finds no difference."""
     sums, words = tmp_path / "sums.jsonl", tmp_path / "words.jsonl"
     lines = [{"prompt": f"gcd {i},4", "answer": str(math.gcd(i, 4)), "verifier": "exact"} for i in range(1, 7)]
     sums.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words.write_text(json.dumps({"prompt": "abc", "answer": "cba", "id": "w"}) + "\n")
     benchmarks = f'evaluate.benchmarks=["sums_of_6={sums}", "{words}"]'
-    ask = ["evaluate.samples=4", benchmarks, "data.train=[]", "data.held_out=[]"]
+    options = ["evaluate.samples=4", benchmarks, "data.train=[]", "data.held_out=[]"]
     model = f"model.path={finished[0] / 'model'}"
-    one = brorl("evaluate", config, model, f"run.dir={tmp_path / 'one'}", *ask, plots=True)
+    one = brorl("evaluate", config, model, f"run.dir={tmp_path / 'one'}", *options, plots=True)
     assert one.returncode == 0, one.stderr
-    two = brorl("evaluate", "--processes", "2", config, model, f"run.dir={tmp_path / 'two'}", *ask)
+    two = brorl("evaluate", "--processes", "2", config, model, f"run.dir={tmp_path / 'two'}", *options)
     assert two.returncode == 0, two.stderr
     assert f"evaluate.benchmarks (sums_of_6): 6 prompts from {sums}" in one.stderr
     answers = (tmp_path / "one" / "evaluation.jsonl").read_text()
@@ -213,27 +213,28 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     prompts = [json.loads(line) for line in answers.splitlines()]
     ids = [*(("sums_of_6", f"sums.jsonl:{i}", 4) for i in range(1, 7)), ("words", "w", 4)]
     assert [(a["benchmark"], a["id"], a["samples"]) for a in prompts] == ids
-    result = json.loads((tmp_path / "one" / "evaluation.json").read_text())
-    assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "max_tokens": 6}
-    assert set(result["pass_at_k"]) == {"1", "2", "4"}
+    evaluation = json.loads((tmp_path / "one" / "evaluation.json").read_text())
+    assert evaluation["sampling"] == {"temperature": 0.6, "top_p": 0.95, "max_tokens": 6}
+    assert set(evaluation["pass_at_k"]) == {"1", "2", "4"}
     for name, count in (("sums_of_6", 6), ("words", 1)):
         benchmark_prompts = [a for a in prompts if a["benchmark"] == name]
-        part = result["benchmarks"][name]
-        assert part["prompts"] == len(benchmark_prompts) == count
-        assert part["pass_at_1"]["mean"] == pytest.approx(sum(a["right"] for a in benchmark_prompts) / (4 * count))
-        assert part["pass_at_k"]["4"] == pytest.approx(sum(a["right"] > 0 for a in benchmark_prompts) / count)
-        assert part["response_tokens"] == pytest.approx(sum(a["tokens"] for a in benchmark_prompts) / count)
-    parts = result["benchmarks"].values()
+        benchmark = evaluation["benchmarks"][name]
+        assert benchmark["prompts"] == len(benchmark_prompts) == count
+        assert benchmark["pass_at_1"]["mean"] == pytest.approx(sum(a["right"] for a in benchmark_prompts) / (4 * count))
+        assert benchmark["pass_at_k"]["4"] == pytest.approx(sum(a["right"] > 0 for a in benchmark_prompts) / count)
+        assert benchmark["response_tokens"] == pytest.approx(sum(a["tokens"] for a in benchmark_prompts) / count)
+    parts = evaluation["benchmarks"].values()
     for key in ("pass_at_1", "mean_reward"):
-        assert result["mean_of_benchmarks"][key]["mean"] == pytest.approx(sum(part[key]["mean"] for part in parts) / 2)
+        expected = sum(part[key]["mean"] for part in parts) / 2
+        assert evaluation["mean_of_benchmarks"][key]["mean"] == pytest.approx(expected)
     assert "| words | exact | 1 | 4 |" in (tmp_path / "one" / "evaluation.md").read_text()
     assert (tmp_path / "one" / "evaluation.png").stat().st_size > 10_000
-    done = brorl("compare", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "both", plots=True)
-    assert done.returncode == 0, done.stderr
+    result = brorl("compare", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "both", plots=True)
+    assert result.returncode == 0, result.stderr
     compared = json.loads((tmp_path / "both" / "compare.json").read_text())
     assert compared["all"]["paired"]["t"] == 0.0
     assert compared["all"]["prompts"] == 7
-    assert (tmp_path / "both" / "compare.md").read_text().strip() in done.stdout
+    assert (tmp_path / "both" / "compare.md").read_text().strip() in result.stdout
     assert (tmp_path / "both" / "compare.png").stat().st_size > 10_000
 
 

@@ -18,6 +18,7 @@ from slurm.one_node import OneNode, missing
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"no Slurm here ({missing()} missing)")]
 
 SCRIPT = "examples/brorl_1.5b.sh"
+CONFIG = "examples/brorl_1.5b.toml"
 SINGLE_NODE = "examples/slurm/single_node.sbatch"
 TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 # Bash programs that print their names and arguments, in place of programs that a job starts.
@@ -45,7 +46,7 @@ def repository(tmp_path) -> Path:
 
 @pytest.fixture
 def sbatch(slurm, repository) -> Callable[..., str]:
-    """A function that submits a job and returns its number. programs: of bash, which the job finds first."""
+    """A function that submits a job and returns its number. programs: bash programs, first in the PATH of the job."""
 
     def submit(*arguments: str, programs: dict[str, str] | None = None, **environment: str) -> str:
         for name, text in (programs or {}).items():
@@ -54,11 +55,11 @@ def sbatch(slurm, repository) -> Callable[..., str]:
             program.write_text(f"#!/usr/bin/env bash\n{text}\n")
             program.chmod(0o755)
         path = f"{repository / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        own = {"PATH": path, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", **environment}
+        variables = {"PATH": path, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", **environment}
         command = ["sbatch", "--parsable", f"--output={repository}/output_%j", *arguments]
-        done = slurm.command("env", *(f"{key}={value}" for key, value in own.items()), *command, cwd=repository)
-        assert done.returncode == 0, f"{done.stderr}\n{output(repository)}"
-        return done.stdout.strip()
+        result = slurm.command("env", *(f"{key}={value}" for key, value in variables.items()), *command, cwd=repository)
+        assert result.returncode == 0, f"{result.stderr}\n{output(repository)}"
+        return result.stdout.strip()
 
     return submit
 
@@ -67,8 +68,8 @@ def sbatch(slurm, repository) -> Callable[..., str]:
 def run_job(slurm, sbatch, repository) -> Callable[..., str]:
     """A function that submits a job, waits until it has ended, and returns its number."""
 
-    def run(*arguments: str, **more: Any) -> str:
-        job = sbatch(*arguments, **more)
+    def run(*arguments: str, **options: Any) -> str:
+        job = sbatch(*arguments, **options)
         until(lambda: not slurm.command("squeue", "--noheader", f"--jobs={job}").stdout, repository)
         return job
 
@@ -80,7 +81,7 @@ def output(repository: Path) -> str:
 
 
 def start_soon(slurm: OneNode, job: str, *changes: str) -> None:
-    """Let a requeued job start in three seconds, not two minutes. Its old credential is revoked in the same second."""
+    """Let a requeued job start in three seconds, not two minutes, but not in the second that revokes its credential."""
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now+3", *changes)
 
 
@@ -103,11 +104,7 @@ def until(happened: Callable[[], Any], repository: Path, seconds: float = 600) -
             8,
             [f"run.dir=runs/brorl_1.5b_seed_{seed} optim.lr=1e-6 run.seed={seed}" for seed in range(4)],
         ),
-        (
-            "examples/slurm/evaluate.sbatch",
-            1,
-            ["evaluate examples/brorl_1.5b.toml run.dir=runs/brorl_1.5b_evaluation optim.lr=1e-6"],
-        ),
+        ("examples/slurm/evaluate.sbatch", 1, [f"evaluate {CONFIG} run.dir=runs/brorl_1.5b_evaluation optim.lr=1e-6"]),
     ],
 )
 def test_a_job_requests_the_resources_of_its_ranks_and_starts_them(
@@ -151,12 +148,12 @@ def test_a_job_in_a_container(run_job, repository):
     pyxis = f"--container-image=x.sif --container-mounts={folder} --container-workdir={repository}"
     rank = f"bash {repository}/examples/slurm/rank.sh"
     apptainer = f"apptainer exec --nv --bind {folder},{mounts} --pwd {repository} x.sif {command}"
-    for container, program, more, expected in (
+    for container, program, extra_mounts, expected in (
         # Debian has no pyxis, which adds options to srun.
         ("pyxis", "srun", "", [f"srun {step} {pyxis} {rank} {command}"]),
         ("apptainer", "apptainer", mounts, [apptainer] * 2),
     ):
-        settings = {"CONTAINER": container, "CONTAINER_IMAGE": "x.sif", "CONTAINER_MOUNTS": more}
+        settings = {"CONTAINER": container, "CONTAINER_IMAGE": "x.sif", "CONTAINER_MOUNTS": extra_mounts}
         job = run_job(*TWO_RANKS, SINGLE_NODE, programs={program: PRINT}, **settings)
         assert (repository / f"output_{job}").read_text().splitlines() == expected
         (repository / "bin" / program).unlink()

@@ -20,9 +20,9 @@ SHORT = {"rollout.n": 8, "rollout.prompts": 2, "algo.mini_batches": 1, "evaluate
 def forked(command, stdout=None, **_):
     assert command[:2] == ["taskset", "-c"]
     assert command[3:6] == [sys.executable, "-m", "megatron_brorl"]
-    done = brorl(*command[6:])
-    stdout.write(done.stdout + done.stderr)
-    return done
+    result = brorl(*command[6:])
+    stdout.write(result.stdout + result.stderr)
+    return result
 
 
 def test_the_example_design_with_two_steps_per_run(tmp_path, config, init, monkeypatch):
@@ -35,21 +35,21 @@ def test_the_example_design_with_two_steps_per_run(tmp_path, config, init, monke
         for arm in declared["arms"][:2]
     ]
     declared["comparisons"] = [{"claim": "it gains", "before": "plateau", "after": "n16", "over": "rollouts"}]
-    own = study.Study(study.Design(**declared), tmp_path / "study")
-    own.write_design()
+    example = study.Study(study.Design(**declared), tmp_path / "study")
+    example.write_design()
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", forked)
-        own.execute()
+        example.execute()
 
     # A tuning run and a test run of each arm, two steps of 16 rollouts each.
-    page = study.write_page(own)
+    page = study.write_page(example)
     results = pd.read_parquet(tmp_path / "study/results.parquet")
     assert sorted(results.run.unique()) == [
         f"{arm}-seed{seed}-lr0.001" for arm in ("n16", "plateau") for seed in (1, 9)
     ]
     assert results.groupby("run").rollouts.max().tolist() == [32] * 4
     assert results.groupby("run").steps.max().tolist() == [2] * 4
-    assert own.sha256 in page.read_text()
+    assert example.sha256 in page.read_text()
     assert "it gains" in page.read_text()
 
     # The second arm starts from the first one's model.
@@ -58,7 +58,7 @@ def test_the_example_design_with_two_steps_per_run(tmp_path, config, init, monke
 
     # Runs that are done are not repeated, and another design is refused.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "study/runs").rglob("summary.json")}
-    own.execute()
+    example.execute()
     assert {path: path.stat().st_mtime_ns for path in before} == before
     with pytest.raises(UserError, match="the design has changed"):
         study.Study(study.Design(**{**declared, "seeds": [1, 2]}), tmp_path / "study").write_design()

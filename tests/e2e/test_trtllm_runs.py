@@ -23,26 +23,25 @@ SHORT = ["train.steps=2", "train.checkpoint_every=0", "data.held_out=[]"]
 def train(config: Path, model: Path, run_dir: Path, *options: str, processes: int = 2, **environment: str) -> Any:
     overrides = [f"model.path={model}", f"run.dir={run_dir}", *reward_letters(config), *OPTIONS, *SHORT, *options]
     environment = {"PYTHONPATH": str(DOUBLE), **environment}
-    done = brorl("train", "--processes", processes, config, *overrides, **environment)
-    assert done.returncode == 0, done.stderr
-    return done
+    result = brorl("train", "--processes", processes, config, *overrides, **environment)
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 def pids(run_dir: Path) -> list[str]:
     return sorted(p.name for p in (run_dir / "engines").iterdir())
 
 
-def assert_same_runs(a: Path, b: Path) -> None:
+def assert_same_runs(run: Path, expected: Path) -> None:
     """Check for the same rollouts and updates. Log-probs may differ in the last bits, as batches are different."""
-    for x, y in zip(rows(a), rows(b), strict=True):
+    for line, expected_line in zip(rows(run), rows(expected), strict=True):
         # Unknown values are null in the file and listed under "nonfinite"; pytest.approx accepts neither.
-        assert x.pop("nonfinite", []) == y.pop("nonfinite", [])
-        x, y = ({k: math.nan if v is None else v for k, v in row.items()} for row in (x, y))
+        assert line.pop("nonfinite", []) == expected_line.pop("nonfinite", [])
+        x, y = ({k: math.nan if v is None else v for k, v in row.items()} for row in (line, expected_line))
         assert x == pytest.approx(y, rel=1e-3, abs=1e-4, nan_ok=True)
         assert x["reward"] == y["reward"]
-    ours, theirs = (load_file(d / "model" / "model.safetensors") for d in (a, b))
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], atol=2e-5, rtol=1e-3)
+    weights, expected_weights = (load_file(folder / "model" / "model.safetensors") for folder in (run, expected))
+    torch.testing.assert_close(weights, expected_weights, atol=2e-5, rtol=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -60,23 +59,23 @@ def test_steps_with_an_engine_per_rank(two_engines, init):
     assert sum(line["updates"] for line in lines) >= 2
     assert all(line["lost_share"] == 0 and line["weight_sync_again"] == 0 for line in lines)
     assert all(line["logprob_gap_max"] <= 1e-4 for line in lines)
-    trained, before = (load_file(d / "model.safetensors") for d in (two_engines / "model", init))
+    trained, before = (load_file(folder / "model.safetensors") for folder in (two_engines / "model", init))
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trained.items())
 
 
 def test_a_killed_engine_changes_no_result(two_engines, config, init, tmp_path):
     """test_trtllm_engine.py kills an engine at each point."""
     flag = tmp_path / "died"
-    done = train(config, init, tmp_path / "run", BRORL_DOUBLE_DIE=f"row:150:{flag}")
+    result = train(config, init, tmp_path / "run", BRORL_DOUBLE_DIE=f"row:150:{flag}")
     assert flag.exists()
-    assert "ended (SIGKILL)" in done.stderr
-    assert "restarting it" in done.stderr
+    assert "ended (SIGKILL)" in result.stderr
+    assert "restarting it" in result.stderr
     assert_same_runs(tmp_path / "run", two_engines)
     assert all(line["lost_share"] == 0 for line in rows(tmp_path / "run"))
 
 
 def test_an_engine_that_does_not_fit_into_a_node_is_refused(config, init, tmp_path):
     command = ["train", config, f"model.path={init}", f"run.dir={tmp_path}", *OPTIONS]
-    done = brorl(*command, "engine.tensor=2", PYTHONPATH=str(DOUBLE))
-    assert (done.returncode, done.stderr.strip().count("\n")) == (2, 0), done.stderr
-    assert "engine.tensor = 2 does not divide the 1 ranks of a node" in done.stderr
+    result = brorl(*command, "engine.tensor=2", PYTHONPATH=str(DOUBLE))
+    assert (result.returncode, result.stderr.strip().count("\n")) == (2, 0), result.stderr
+    assert "engine.tensor = 2 does not divide the 1 ranks of a node" in result.stderr

@@ -25,7 +25,7 @@ char* reserved(size_t bytes) {
 }
 
 char* const arena = reserved(kArena);
-uint32_t* const owners = reinterpret_cast<uint32_t*>(reserved(kArena / kPage * sizeof(uint32_t)));  // 0: free
+uint32_t* const owners = reinterpret_cast<uint32_t*>(reserved(kArena / kPage * sizeof(uint32_t)));  // by page; 0: free
 std::vector<Allocation> allocations(1);
 size_t next_page = 1;
 
@@ -38,8 +38,8 @@ Allocation& owner(const void* p) { return allocations[owners[(static_cast<const 
 void touch(const void* p, size_t bytes, bool store) {
   if (!in_arena(p) || !running()) return;
   const char* const begin = static_cast<const char*>(p);
-  const Allocation& of = owner(p);
-  if (!of.begin || begin < of.begin || begin + bytes > of.end) {
+  const Allocation& tensor = owner(p);
+  if (!tensor.begin || begin < tensor.begin || begin + bytes > tensor.end) {
     fail(store ? "a store outside of any tensor" : "a load outside of any tensor", {"a kernel", 0});
   }
 }
@@ -58,9 +58,9 @@ void* allocate(size_t bytes) {
 
 void release(void* begin) {
   if (!begin) return;
-  const Allocation& of = owner(begin);
-  const size_t count = pages(of.end - of.begin);
-  std::memset(owners + (of.begin - arena) / kPage, 0, count * sizeof(uint32_t));
+  const Allocation& tensor = owner(begin);
+  const size_t count = pages(tensor.end - tensor.begin);
+  std::memset(owners + (tensor.begin - arena) / kPage, 0, count * sizeof(uint32_t));
   madvise(begin, count * kPage, MADV_DONTNEED);
 }
 

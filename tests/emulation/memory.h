@@ -1,5 +1,5 @@
-// Memory of the emulated device. Every allocation has its own pages between two unmapped ones, and no address is used
-// twice, so that every access of a kernel outside of it is detected.
+// Memory of the emulated device. Every allocation has its own pages between two unused pages, and no address is used
+// twice, so that every access outside of an allocation is detected.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// The torch side of csrc, compiled again with BRORL_CUDA for tensors of the emulated device, as one file, which takes a
-// third of the time.
+// The torch side of csrc, compiled again with BRORL_CUDA for tensors of the emulated device. It is one file, because
+// separate files take three times as long.
 #include "common/gemm.h"
 #include "common/uniforms.cpp"
 #include "policy/advantages.cpp"

@@ -14,14 +14,11 @@ import pytest
 from emulation import build
 
 HERE = Path(__file__).parent
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler, c++"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler, c++")]
 
 
 def test_gpu_cases_pass_on_emulated_kernels():
     build.built()  # build here, where no test deadline applies
-    done = forks.script(HERE / "run_cases.py", "tests/gpu/test_ops_cuda.py")
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    assert re.search(r"^\d+ passed(, \d+ warnings?)? in ", done.stdout, re.M), done.stdout[-5000:]
+    result = forks.script(HERE / "run_cases.py", "tests/gpu/test_ops_cuda.py")
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr
+    assert re.search(r"^\d+ passed(, \d+ warnings?)? in ", result.stdout, re.M), result.stdout[-5000:]

@@ -23,7 +23,7 @@ def results(attention, groups, tensors, dtype):
 
 
 def kernels(query, key, value, groups):
-    return attend(query, key, value, Segments(groups=groups), None)
+    return attend(query, key, value, Segments(groups=groups), scale=None)
 
 
 def by_definition(query, key, value, groups):
@@ -54,5 +54,5 @@ def test_attention_agrees_with_float64_and_repeats_bit_for_bit(groups, dtype, to
     for result, exact in zip(first, results(by_definition, groups, tensors, torch.float64), strict=True):
         assert float((result - exact).norm() / exact.norm()) < tolerance
     if size % 8 == 0 and dtype != torch.float64:
-        again = results(kernels, groups, tensors, dtype)
-        assert all(map(torch.equal, first, again))
+        second = results(kernels, groups, tensors, dtype)
+        assert all(map(torch.equal, first, second))

@@ -18,15 +18,17 @@ pytestmark = [*MARKS, pytest.mark.skipif(EMULATED, reason="needs a GPU")]
 
 
 def test_log_probs_are_those_of_transformers(tmp_path):
-    """Check 160 rollouts under top-p. The engine decodes at most 100 at a time, so the others wait for free slots."""
-    model = tiny.make_model(tmp_path, "qwen3", False)
+    """Check 160 rollouts under top-p. The engine decodes at most 100 at a time, so 60 rollouts wait for free slots."""
+    model = tiny.make_model(tmp_path, "qwen3", tied=False)
     device = torch.device("cuda")
     shape = read_shape(tmp_path)
     ops = backend("fused", device)
-    requests = [Request(Prompt(str(i), "", (20 + i, 30, 40), None, "exact"), i, 40) for i in range(4)]
-    engine = TorchEngine(shape, hf_shapes(shape), device, torch.float32, 100, ops.sample_tokens, ops.decode)
+    requests = [Request(Prompt(str(i), "", (20 + i, 30, 40), None, "exact"), key=i, n=40) for i in range(4)]
+    names = hf_shapes(shape)
+    engine = TorchEngine(shape, names, device, torch.float32, max_rows=100, sample=ops.sample_tokens, ops=ops.decode)
     engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=0)
-    for request, group in zip(requests, engine.generate(requests, Sampling(1.0, 0.95, 0, 60, (2, 5, 7))), strict=True):
+    sampling = Sampling(temperature=1.0, top_p=0.95, top_k=0, max_tokens=60, stop_ids=(2, 5, 7))
+    for request, group in zip(requests, engine.generate(requests, sampling), strict=True):
         for rollout in group:
             ids = torch.tensor([*request.prompt.token_ids, *rollout.token_ids.tolist()])
             with torch.no_grad():
@@ -38,5 +40,5 @@ def log_probs_of(logits, ids):
     """Return log-probabilities [T] of ids under top-p 0.95."""
     p, order = logits.double().softmax(-1).sort(-1, descending=True)
     kept = p.cumsum(-1) - p < 0.95
-    rest = torch.zeros_like(p).scatter_(-1, order, p * kept)
-    return (rest / rest.sum(-1, keepdim=True)).gather(-1, ids[:, None]).squeeze(-1).log()
+    cut = torch.zeros_like(p).scatter_(-1, order, p * kept)
+    return (cut / cut.sum(-1, keepdim=True)).gather(-1, ids[:, None]).squeeze(-1).log()

@@ -8,14 +8,8 @@ import pytest
 import torch
 from kernel_device import DEVICE, EMULATED, MARKS
 from ops import value_cases
-from ops.advantage_cases import (
-    GAE_CASES,
-    MOMENT_CASES,
-    check_gae,
-    check_moments,
-    sample,
-)
-from ops.advantage_cases import TOLERANCE as OF_ADVANTAGES
+from ops.advantage_cases import GAE_CASES, MOMENT_CASES, check_gae, check_moments, sample
+from ops.advantage_cases import TOLERANCE as ADVANTAGE_TOLERANCE
 from ops.linear_cases import EVERYTHING, SETTINGS, SHAPES, TOLERANCE, VARIANTS, assert_agree, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,7 +38,7 @@ def test_value_loss(name, dtype, tolerance):
     value_cases.assert_agree(case.call(backend.value_loss, dtype, DEVICE, upstream=-2.5), case, -2.5, tolerance)
 
 
-@pytest.mark.parametrize("dtype", OF_ADVANTAGES)
+@pytest.mark.parametrize("dtype", ADVANTAGE_TOLERANCE)
 @pytest.mark.parametrize("name", GAE_CASES)
 def test_gae(name, dtype):
     check_gae(backend.gae, name, dtype, DEVICE)
@@ -63,28 +57,28 @@ def test_moments_of_weighted_elements(weights):
 
 
 def test_moments_are_reproducible_bit_for_bit():
-    values = sample(100_000, 3.0).float().to(DEVICE)
+    values = sample(100_000, mean=3.0).float().to(DEVICE)
     assert len({backend.moments(values) for _ in range(3)}) == 1
 
 
-@pytest.mark.parametrize("dtype", OF_ADVANTAGES)
+@pytest.mark.parametrize("dtype", ADVANTAGE_TOLERANCE)
 @pytest.mark.parametrize("n", [0, 5, 21_000])
 def test_whiten(dtype, n):
     values = (1e3 + 2 * sample(n)).to(dtype)
-    batch = Moments(10.0, 1e3, 40.0)
+    batch = Moments(count=10.0, mean=1e3, m2=40.0)
     whitened = backend.whiten(values.to(DEVICE), batch)
-    torch.testing.assert_close(whitened.cpu(), algo.whiten(values, batch), rtol=OF_ADVANTAGES[dtype], atol=0)
+    torch.testing.assert_close(whitened.cpu(), algo.whiten(values, batch), rtol=ADVANTAGE_TOLERANCE[dtype], atol=0)
 
 
-# More rows than a chunk of logits. The emulation has smaller chunks, because it takes a second for 100 rows.
-HERE = [x for x in SHAPES if x[0] <= 130] if EMULATED else [*SHAPES, (5000, 64, 9001)]
-HERE += [(3, 5, vocab) for vocab in (4095, 4096, 4097, 4098)]  # around the logits that a block reads at a time
-SOME, MORE = (70, 130) if EMULATED else (240, 700)
+# The last shape has more rows than a chunk of logits. The emulation has smaller shapes: 100 rows take a second there.
+DEVICE_SHAPES = [shape for shape in SHAPES if shape[0] <= 130] if EMULATED else [*SHAPES, (5000, 64, 9001)]
+DEVICE_SHAPES += [(3, 5, vocab) for vocab in (4095, 4096, 4097, 4098)]  # around the logits that a block reads at a time
+FEW_ROWS, MANY_ROWS = (70, 130) if EMULATED else (240, 700)
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("rows", "width", "vocab"), HERE)
+@pytest.mark.parametrize(("rows", "width", "vocab"), DEVICE_SHAPES)
 def test_policy_loss_agrees_with_float64(rows, width, vocab, dtype, settings):
     case = make(rows, width, vocab, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     result = case.call(fused.linear_ppo_loss, dtype, settings, device=DEVICE)
@@ -93,13 +87,14 @@ def test_policy_loss_agrees_with_float64(rows, width, vocab, dtype, settings):
 
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_every_term_of_the_policy_loss(settings):
-    case = make(SOME, 20, 333)
+    case = make(FEW_ROWS, width=20, vocab=333)
     result = case.call(fused.linear_ppo_loss, torch.float32, settings, device=DEVICE)
     assert_agree(result, case.call(reference.linear_ppo_loss, settings=settings), 1e-5)
 
 
 def test_results_are_reproducible_bit_for_bit():
-    runs = [make(MORE, 31, 999).call(fused.linear_ppo_loss, torch.float32, EVERYTHING, device=DEVICE) for _ in range(3)]
+    case = make(MANY_ROWS, width=31, vocab=999)
+    runs = [case.call(fused.linear_ppo_loss, torch.float32, EVERYTHING, device=DEVICE) for _ in range(3)]
     for result, *grads in runs[1:]:
         assert result.sums == runs[0][0].sums
         assert all(torch.equal(a, b) for a, b in zip(grads, runs[0][1:], strict=True))
@@ -109,9 +104,10 @@ def test_results_are_reproducible_bit_for_bit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dead", [range(100), range(0, 130, 2), range(130)], ids=["first", "every other", "all"])
 def test_masked_tokens_and_tokens_without_advantage(dead, dtype, settings):
-    """They are sorted to the end. Masked tokens change nothing, even if they are NaN."""
-    case = make(130, 24, 301, dtype)
-    weights, advantages = case.tokens.weights.clone(), case.tokens.advantages.clone()
+    """The op sorts these tokens to the end. Masked tokens change nothing, even if they are NaN."""
+    case = make(rows=130, width=24, vocab=301, dtype=dtype)
+    weights = case.tokens.weights.clone()
+    advantages = case.tokens.advantages.clone()
     weights[list(dead)[::2]] = 0
     advantages[list(dead)[1::2]] = 0
     case = case.change(weights=weights, advantages=advantages)
@@ -145,8 +141,9 @@ def test_chunks_do_not_wait_for_the_device(settings, monkeypatch):
     for chunk_rows in (40, 130):
         monkeypatch.setitem(fused.CHUNK_ROWS, DEVICE, chunk_rows)
         monkeypatch.setattr(fused, "FEWEST_ROWS", 1)
-        case = make(130, 8, 20)
+        case = make(rows=130, width=8, vocab=20)
         with _Waits() as waits:
             case.call(fused.linear_ppo_loss, torch.float32, settings, device=DEVICE)
         counts.append(waits.count)
-    assert counts[0] == counts[1] > 0
+    assert counts[0] == counts[1]
+    assert counts[0] > 0

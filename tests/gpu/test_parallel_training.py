@@ -21,7 +21,7 @@ pytestmark = [
 ZERO = {"distributed_optimizer": True}
 OVERLAP = {**ZERO, "overlap": True}
 SELECTIVE = {"fields": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}}
-CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, layout, options
     "recompute": (1, {}, {"recompute": True}),
     "recompute attention": (1, {}, SELECTIVE),
     "offload": (1, {}, {"offload": True, **ZERO}),
@@ -42,9 +42,10 @@ OPTIONS = {"dtype": torch.bfloat16, "share_prompt": False}
 def directories(tmp_path_factory) -> dict[str, str]:
     models = {}
     for family in ("qwen2", "qwen3_moe"):
-        models[family] = str(path := tmp_path_factory.mktemp("model"))
+        path = tmp_path_factory.mktemp("model")
+        models[family] = str(path)
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
-        tiny.make_model(path, family, tied=True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
+        tiny.make_model(path, family, tied=True, std=0.05, **sizes)  # A larger std lets bf16 errors grow with depth.
     return models
 
 
@@ -70,15 +71,15 @@ def test_steps_agree_with_those_on_one_gpu(case, directories, single):
     family = "qwen3_moe" if case == "experts" else "qwen2"
     before = tiny.weights(directories[family])
     expected, expected_weights = single(family)
-    for figures, weights in steps(size, directories[family], parallel, options):
-        for row, expected_row in zip(figures, expected, strict=True):
+    for metrics, weights in steps(size, directories[family], parallel, options):
+        for row, expected_row in zip(metrics, expected, strict=True):
             assert row["trained_tokens"] == expected_row["trained_tokens"]
             for key in ("loss", "grad_norm", "entropy"):
                 assert row[key] == pytest.approx(expected_row[key], rel=0.03, abs=0.003)
         moved = sum(float((w.float() - before[n]).square().sum()) for n, w in expected_weights.items()) ** 0.5
-        apart = sum(float((w.float() - expected_weights[n].float()).square().sum()) for n, w in weights.items()) ** 0.5
+        error = sum(float((w.float() - expected_weights[n].float()).square().sum()) for n, w in weights.items()) ** 0.5
         assert moved > 0
-        assert apart < moved / 4
+        assert error < moved / 4
 
 
 def test_context_parallel_streams_are_cut_as_transformer_engine_cuts_them():

@@ -38,7 +38,7 @@ def gae_by_hand(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, l
     """Return the closed form of the recursion: A_t = sum_l (gamma lam)^l delta_{t + l}, and A_t + V_t."""
     advantages = torch.zeros_like(rewards)
     for begin, end in zip(starts.tolist()[:-1], starts.tolist()[1:], strict=True):
-        v = [*values[begin:end].tolist(), 0.0]
+        v = [*values[begin:end].tolist(), 0.0]  # The value after the last token is 0.
         deltas = [r + gamma * v[i + 1] - v[i] for i, r in enumerate(rewards[begin:end].tolist())]
         for i in range(len(deltas)):
             advantages[begin + i] = math.fsum((gamma * lam) ** k * x for k, x in enumerate(deltas[i:]))
@@ -56,9 +56,9 @@ def check_gae(op: Any, name: str, dtype: torch.dtype, device: str = "cpu") -> No
 MOMENT_CASES: dict[str, Tensor] = {
     "few": sample(5),
     "shaped": sample(6000).view(20, 3, 100),
-    "many": sample(600_000, 2.0),
-    "far from zero": sample(30_000, 1e6),
-    "float32": sample(200_000, 1e6).float(),
+    "many": sample(600_000, mean=2.0),
+    "far from zero": sample(30_000, mean=1e6),
+    "float32": sample(200_000, mean=1e6).float(),
     "constant": torch.full((5000,), 0.1, dtype=torch.float64),
     "strided": sample(900).view(30, 30).t(),
     "empty": sample(0),
@@ -66,9 +66,10 @@ MOMENT_CASES: dict[str, Tensor] = {
 
 
 def check_moments(op: Any, name: str, device: str = "cpu", weights: Tensor | None = None) -> None:
-    """weights: 0 for the elements to leave out, which are NaN for the op; None: all elements count."""
+    """Compare with exact sums. weights: 0 for elements that do not count, which the op gets as NaN; None: all count."""
     values = MOMENT_CASES[name]
-    x = values.double().flatten().tolist() if weights is None else values[weights != 0].double().tolist()
+    counted = values.flatten() if weights is None else values[weights != 0]
+    x = counted.double().tolist()
     mean = math.fsum(x) / len(x) if x else 0.0
     if weights is None:
         moments = op(values.to(device))

@@ -17,7 +17,7 @@ from megatron_brorl.ops.reference import linear as reference
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}
 TEMPERATURE = 0.7
 SETTINGS = PolicyLossSettings(eps_low=0.2, eps_high=0.28, is_cap=2.0)
-EVERYTHING = PolicyLossSettings(0.1, 0.5, 1.8, 1.5, 0.3, "k3", 0.2)
+EVERYTHING = PolicyLossSettings(0.1, 0.5, dual_clip=1.8, is_cap=1.5, kl_coef=0.3, kl_estimator="k3", entropy_coef=0.2)
 VARIANTS = [
     SETTINGS,
     EVERYTHING,
@@ -65,12 +65,9 @@ class Case:
         return result, hidden.grad, weight.grad
 
     def tokens_in(self, dtype: torch.dtype, device: str = "cpu") -> PolicyTokens:
+        tensors = {name: x.to(device) for name, x in vars(self.tokens).items() if x is not None}
         compute = compute_dtype(dtype)
-        cast = {
-            k: v if v is None else v.to(device) if k == "sequences" else v.to(device, compute)
-            for k, v in vars(self.tokens).items()
-        }
-        return PolicyTokens(**cast)
+        return PolicyTokens(**{name: x if name == "sequences" else x.to(compute) for name, x in tensors.items()})
 
 
 def make(rows: int, width: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0):
@@ -80,12 +77,12 @@ def make(rows: int, width: int, vocab: int, dtype: torch.dtype = torch.float32, 
     weight = (torch.randn(vocab, width, generator=g) / width**0.5).to(dtype).double()
     ids = torch.randint(0, vocab, (rows,), generator=g)
     true, _ = reference.linear_log_probs(hidden, weight, ids, TEMPERATURE)
-    old, rollout, anchor = ((true + 0.5 * torch.randn(rows, generator=g)).float().double() for _ in range(3))
+    old, rollout, base = ((true + 0.5 * torch.randn(rows, generator=g)).float().double() for _ in range(3))
     lengths = torch.randint(1, 9, (rows,), generator=g)
     sequences = torch.arange(rows).repeat_interleave(lengths)[:rows]
     weights = ((1 + sequences % 3) / (rows / 3 + 1)).float().double() * (torch.rand(rows, generator=g) > 1 / 6)
     advantages = torch.randn(rows, generator=g).double()
-    return Case(hidden, weight, ids, PolicyTokens(rollout, advantages, weights, old, anchor, sequences))
+    return Case(hidden, weight, ids, PolicyTokens(rollout, advantages, weights, old, base, sequences))
 
 
 def close(result: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -96,14 +93,14 @@ def close(result: Tensor, expected: Tensor, tolerance: float) -> bool:
 def assert_agree(returned: Any, expected: Any, tolerance: float) -> None:
     (result, *grads) = returned
     (expected_result, *expected_grads) = expected
-    # Its terms cancel, so its error is relative to their sum without signs.
+    # The terms of the loss cancel, so its error is relative to the sum of their absolute values.
     assert result.loss.item() == pytest.approx(expected_result.loss.item(), rel=10 * tolerance, abs=tolerance)
     assert close(result.log_probs, expected_result.log_probs, tolerance)
     assert close(result.entropy, expected_result.entropy, tolerance)
     for a, b in zip(grads, expected_grads, strict=True):
         assert torch.isfinite(a).all()
         assert close(a, b, tolerance), float((a.cpu().double() - b).norm() / b.norm())
-    # Gaps are differences of log-probs, so their error is relative to the larger of those.
+    # Gaps are differences of log-probs, so their error is relative to the larger log-prob.
     absolute = tolerance * max([1e-1, *expected_result.log_probs.abs().tolist()])
     for key in algo_loss.SUMS[1:]:
         assert result.sums[key] == pytest.approx(expected_result.sums[key], rel=tolerance * 10, abs=absolute), key
@@ -111,7 +108,7 @@ def assert_agree(returned: Any, expected: Any, tolerance: float) -> None:
         assert result.maxima[key] == pytest.approx(expected_result.maxima[key], rel=tolerance * 10, abs=absolute), key
 
 
-SHAPES = [
+SHAPES = [  # rows, width, vocabulary
     (1, 1, 1),
     (1, 5, 2),
     (6, 1, 5),

@@ -1,4 +1,4 @@
-"""Published losses as functions of a user. Tests hold the built-in ones to the same formulas."""
+"""Published losses as functions of a user. Tests compare the built-in losses with the same formulas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ EPS_LOW, EPS_HIGH = 0.2, 0.28
 
 def clip(r, a):
     """Return min(r A, clip(r) A) by cases (Schulman et al. 2017, eq. 7)."""
-    stopped = ((a > 0) & (r > 1 + EPS_HIGH)) | ((a < 0) & (r < 1 - EPS_LOW))
-    return torch.where(stopped, r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH), r) * a
+    clipped = ((a > 0) & (r > 1 + EPS_HIGH)) | ((a < 0) & (r < 1 - EPS_LOW))
+    return torch.where(clipped, r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH), r) * a
 
 
 def cispo(r, a):
@@ -34,20 +34,20 @@ def sequence_log_ratio(log_ratio, mask, sequence):
     return (sums / (rows * mask).sum(1).clamp(min=1))[sequence.unique(return_inverse=True)[1]]
 
 
-def of_tokens(formula):
+def token_loss(formula):
     def loss(log_probs, old_log_probs, advantages, **_):
         return -formula((log_probs - old_log_probs).exp(), advantages)
 
     return loss
 
 
-def of_sequences(formula):
+def sequence_loss(formula):
     def loss(log_probs, old_log_probs, advantages, mask, entropy, sequence):
         return -formula(sequence_log_ratio(log_probs - old_log_probs, mask, sequence).exp(), advantages)
 
     return loss
 
 
-clip_token, cispo_token, sapo_token = map(of_tokens, BY_HAND.values())
-gspo = clip_sequence = of_sequences(clip)
-cispo_sequence, sapo_sequence = of_sequences(cispo), of_sequences(sapo)
+clip_token, cispo_token, sapo_token = map(token_loss, BY_HAND.values())
+gspo, cispo_sequence, sapo_sequence = map(sequence_loss, BY_HAND.values())
+clip_sequence = gspo

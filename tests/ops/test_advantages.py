@@ -52,25 +52,25 @@ def test_moments_propagate_nan():
 @pytest.mark.parametrize("shape", [(5,), (0,), (), (70, 300)])
 def test_whiten_equals_the_reference(dtype, shape):
     values = (1e3 + 2 * sample(math.prod(shape))).view(shape).to(dtype)
-    batch = Moments(10.0, 1e3, 40.0)
+    batch = Moments(count=10.0, mean=1e3, m2=40.0)
     expected = algo.whiten(values, batch)
     torch.testing.assert_close(fused.whiten(values, batch), expected, rtol=TOLERANCE[dtype], atol=0)
 
 
 def test_whiten_without_spread_gives_zeros():
     values = torch.tensor([3.0, float("nan"), float("inf"), -1.0])
-    whitened = fused.whiten(values, Moments(10.0, 2.0, 0.0))
+    whitened = fused.whiten(values, Moments(count=10.0, mean=2.0, m2=0.0))
     assert torch.equal(whitened.signbit(), torch.zeros(4, dtype=torch.bool))  # The sign bit distinguishes 0 from -0.
     assert torch.count_nonzero(whitened) == 0
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
-    values = sample(300_000, 5.0)
+    values = sample(300_000, mean=5.0)
     other = sample(300_000, seed=7)
     starts = torch.arange(0, 300_001, 100)
 
     def results():
-        return fused.moments(values), [x.tolist() for x in fused.gae(values, other, starts, 0.99, 0.9)]
+        return fused.moments(values), [x.tolist() for x in fused.gae(values, other, starts, gamma=0.99, lam=0.9)]
 
     one, two, three = with_threads(results)
     assert one == two == three
@@ -81,7 +81,7 @@ def test_results_have_no_gradient():
     starts = torch.tensor([0, 10])
     assert not any(y.requires_grad for y in fused.gae(x, x, starts))
     with pytest.raises(ValueError, match="values require a gradient"):
-        fused.whiten(x, Moments(10.0, 0.0, 1.0))
+        fused.whiten(x, Moments(count=10.0, mean=0.0, m2=1.0))
 
 
 @pytest.mark.parametrize(
@@ -114,4 +114,4 @@ FIVE = torch.zeros(5)
 )
 def test_other_shapes_and_dtypes_are_refused(rewards, values, lam, error, message):
     with pytest.raises(error, match=message):
-        fused.gae(rewards, values, torch.tensor([0, 5]), 1.0, lam)
+        fused.gae(rewards, values, torch.tensor([0, 5]), gamma=1.0, lam=lam)

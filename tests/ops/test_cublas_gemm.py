@@ -47,7 +47,7 @@ def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
 
     sizes = [ctypes.c_int64(n) for n in (*out.shape, a.shape[1])]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (out, a, b)]
-    ld = ctypes.c_int64(out.stride(0))
+    ld = ctypes.c_int64(out.stride(0))  # the leading dimension
     error = library.product(
         *(pointers[0], ld, pointers[1], *strides(a), pointers[2], *strides(b), *sizes),
         *(int(accumulate), device, ctypes.c_void_p(stream)),
@@ -55,28 +55,29 @@ def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
     return error.decode() if error else None
 
 
-def random(rows, columns, by_columns, apart, seed):
-    """Return [rows, columns] bfloat16 with `apart` unused elements between rows (or columns)."""
+def random(rows, columns, by_columns, gap, seed):
+    """Return [rows, columns] bfloat16 with `gap` unused elements between rows (or columns)."""
     g = torch.Generator().manual_seed(seed)
     long, short = (columns, rows) if by_columns else (rows, columns)
-    x = torch.randn(long, short + apart, generator=g).bfloat16()[:, :short]
+    x = torch.randn(long, short + gap, generator=g).bfloat16()[:, :short]
     return x.t() if by_columns else x
 
 
 @pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 7, 3), (5, 1, 3), (5, 7, 1), (1, 1, 1), (1, 4, 1), (16, 16, 16)])
 @pytest.mark.parametrize("a_by_columns", [False, True])
 @pytest.mark.parametrize("b_by_columns", [False, True])
-@pytest.mark.parametrize("apart", [0, 5])
-def test_every_layout_agrees_with_float64(library, sizes, a_by_columns, b_by_columns, apart):
+@pytest.mark.parametrize("gap", [0, 5])
+def test_every_layout_agrees_with_float64(library, sizes, a_by_columns, b_by_columns, gap):
     m, n, k = sizes
-    a, b = random(m, k, a_by_columns, apart, 1), random(k, n, b_by_columns, apart, 2)
-    whole = torch.full((m, n + apart), 0.5)
+    a = random(m, k, a_by_columns, gap, seed=1)
+    b = random(k, n, b_by_columns, gap, seed=2)
+    whole = torch.full((m, n + gap), 0.5)
     out = whole[:, :n]
     expected = a.double() @ b.double()
     for times, accumulate in [(1, False), (2, True), (3, True), (1, False)]:
         assert product(library, out, a, b, accumulate) is None
         torch.testing.assert_close(out.double(), times * expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(whole[:, n:], torch.full((m, apart), 0.5))
+    assert torch.equal(whole[:, n:], torch.full((m, gap), 0.5))
 
 
 def test_uninitialised_output_is_not_read(library):
@@ -90,10 +91,10 @@ def test_one_handle_per_device_and_the_given_stream(library):
     a = torch.ones(2, 2).bfloat16()
     product(library, out, a, a, accumulate=False)
     before = library.handles()
-    for device, stream, new in [(0, 0x10, 0), (5, 0x20, 1), (5, 0x30, 1), (0, 0x40, 1)]:
+    for device, stream, new_handles in [(0, 0x10, 0), (5, 0x20, 1), (5, 0x30, 1), (0, 0x40, 1)]:
         assert product(library, out, a, a, accumulate=False, device=device, stream=stream) is None
         assert library.stream() == stream
-        assert library.handles() == before + new
+        assert library.handles() == before + new_handles
 
 
 def test_errors_have_a_text(library):

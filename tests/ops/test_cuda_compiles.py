@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
-from nvcc_flags import ARCHITECTURES, NVCC_FLAGS  # noqa: E402  that setup.py uses too
+from nvcc_flags import ARCHITECTURES, NVCC_FLAGS  # noqa: E402  also used by setup.py
 
 CUDA_HOME = os.environ.get("CUDA_HOME", "/usr/local/cuda")
 NVCC = shutil.which("nvcc", path=f"{CUDA_HOME}/bin:{os.environ['PATH']}")
@@ -29,9 +29,9 @@ REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiles_without_spills(source, tmp_path):
     command = [NVCC, *NVCC_FLAGS, "-Xptxas=-v", "-c", str(ROOT / "csrc" / source), "-o", str(tmp_path / "out.o")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    reports = {a: REPORT.findall(part) for a, part in _by_architecture(done.stderr).items()}
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    reports = {a: REPORT.findall(text) for a, text in _by_architecture(result.stderr).items()}
     assert reports.keys() == {f"sm_{a}" for a in ARCHITECTURES}
     for architecture, kernels in reports.items():
         assert kernels, f"{source}: ptxas reports no kernel for {architecture}"
@@ -42,8 +42,8 @@ def test_compiles_without_spills(source, tmp_path):
 @pytest.mark.skipif(not Path(CUDA_HOME, "include", "cublas_v2.h").is_file(), reason="this CUDA toolkit has no cuBLAS")
 def test_cublas_call_compiles(tmp_path):
     command = [NVCC, *NVCC_FLAGS, "-c", str(ROOT / "csrc" / HOST), "-o", str(tmp_path / "out.o")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
@@ -60,15 +60,15 @@ def test_torch_side_of_a_cuda_build_compiles():
     system = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], f"{CUDA_HOME}/include"]
     include = [f"-I{ROOT / 'csrc'}", *(f"-isystem{p}" for p in system)]
     command = ["c++", "-std=c++20", "-fopenmp", "-fsyntax-only", "-Wno-psabi", *defines, *include, "-x", "c++", "-"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def _by_architecture(text: str) -> dict[str, str]:
-    """Return ptxas' messages per kernel; each starts with "Compiling entry function ... for 'sm_90'"."""
-    parts: dict[str, str] = {}
-    for part in text.split("Compiling entry function")[1:]:
-        name = re.search(r"for '(sm_\d+)'", part)
-        assert name, part
-        parts[name[1]] = parts.get(name[1], "") + part
-    return parts
+    """Join the messages of ptxas per architecture; each kernel's begin "Compiling entry function ... for 'sm_90'"."""
+    texts: dict[str, str] = {}
+    for message in text.split("Compiling entry function")[1:]:
+        name = re.search(r"for '(sm_\d+)'", message)
+        assert name, message
+        texts[name[1]] = texts.get(name[1], "") + message
+    return texts

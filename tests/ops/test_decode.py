@@ -49,8 +49,8 @@ def test_add_norm_and_silu_mul(width, dtype, ops):
     assert torch.equal(x, total)
     expected = total.double() / (total.double().square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
     assert torch.allclose(result.double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
-    alone = ops.add_norm(x, None, weight, EPS)
-    assert torch.equal(alone, result)
+    without_delta = ops.add_norm(x, None, weight, EPS)  # x is the sum by now
+    assert torch.equal(without_delta, result)
     gate_up = torch.cat((50 * x[:, :1].sign() * x.abs() / x.abs().max(), delta), dim=1)
     gate, up = gate_up.double().chunk(2, dim=1)
     expected = gate / (1 + (-gate).exp()) * up

@@ -18,24 +18,25 @@ ROOM = 1100  # tokens of a page
 def contiguous(case):
     """Return keys and values [pages, ROOM, K, d] of a case, and its rows with ascending prompts."""
     rows = case.rows
-    tables, lengths = [*rows.tables, *rows.prompt_tables], [*rows.lengths - 1, *rows.prompt_lengths]
+    tables = [*rows.tables, *rows.prompt_tables]
+    lengths = [*rows.lengths - 1, *rows.prompt_lengths]
     shape = (2, len(tables), ROOM, case.keys.shape[1], case.dim)
     keys, values = torch.full(shape, float("nan"), dtype=case.keys.dtype)
     for i, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         for t in range(int(length)):
             page, slot = int(table[t // PAGE]), t % PAGE
             keys[i, t], values[i, t] = case.keys[page, :, :, slot], case.values[page, :, slot, : case.dim]
-    own = torch.arange(len(rows.lengths), dtype=torch.int32).unsqueeze(1)
+    own_tables = torch.arange(len(rows.lengths), dtype=torch.int32).unsqueeze(1)
     prompts, group, counts = rows.prompts.unique_consecutive(return_inverse=True, return_counts=True)
-    changed = dataclasses.replace(
+    contiguous_rows = dataclasses.replace(
         rows,
-        tables=own,
+        tables=own_tables,
         prompts=group,
-        prompt_tables=(len(own) + prompts).int().unsqueeze(1),
+        prompt_tables=(len(own_tables) + prompts).int().unsqueeze(1),
         prompt_lengths=rows.prompt_lengths[prompts],
         largest_group=int(counts.max()),
     )
-    return keys, values, changed
+    return keys, values, contiguous_rows
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
@@ -47,7 +48,7 @@ def test_attention_agrees_with_float64(number, with_norms, dtype):
     keys, values, rows = contiguous(case)
     ops = FlashDecode()
     heads, kv_heads = CASES[number][:2]
-    batch = ops.prepare(rows, ROOM, heads // kv_heads)
+    batch = ops.prepare(rows, page=ROOM, queries_per_key=heads // kv_heads)
     out = ops.attend(case.qkv, case.norms, keys, values, batch, case.dim**-0.5)
     assert (out.double() - case.expected).norm() <= TOLERANCE[dtype] * case.expected.norm()
     newest = keys[torch.arange(len(rows.lengths)), rows.lengths - 1].double()

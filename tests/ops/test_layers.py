@@ -27,7 +27,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return gate / (1 + (-gate).exp()) * up
 
 
-def turn(x: Tensor, angle: Tensor) -> Tensor:
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
     """Rotate pairs (i, i + d / 2) as complex numbers."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
@@ -132,7 +132,7 @@ def test_linear(shape, width, with_bias, dtype):
         ops.linear(x, weight, bias)
         assert torch.equal(bias, before)
     else:
-        compare(lambda x, w: ops.linear(x, w, None)[0], lambda x, w: x @ w.t(), [x, weight], grad_out, dtype)
+        compare(lambda x, w: ops.linear(x, w, bias=None)[0], lambda x, w: x @ w.t(), [x, weight], grad_out, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,12 +162,12 @@ def test_adapters_next_to_a_frozen_weight(shape, width, rank, before, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("before", ["nothing", "norm", "activation"])
 def test_products_add_to_the_main_gradient(before, dtype):
-    """Over two micro-batches, in float32, starting from a nonzero gradient."""
+    """The sum over two micro-batches is in float32 and starts from a nonzero gradient."""
     g = torch.Generator().manual_seed(6)
     ones = torch.ones(24, dtype=dtype)
     product = {
-        "nothing": lambda x, w: ops.linear(x, w, None)[0],
-        "norm": lambda x, w: ops.norm_linear(x, ones, EPS, w, None)[0],
+        "nothing": lambda x, w: ops.linear(x, w, bias=None)[0],
+        "norm": lambda x, w: ops.norm_linear(x, ones, EPS, w, bias=None)[0],
         "activation": lambda x, w: ops.swiglu_linear(x.clone(), w)[0],
     }[before]
     # Both sides round the operands to the dtype first.
@@ -177,10 +177,11 @@ def test_products_add_to_the_main_gradient(before, dtype):
         "activation": torch.ops.brorl.silu_mul,
     }[before]
     weight: Any = torch.nn.Parameter(torch.randn(40, 24, generator=g).to(dtype))
-    weight.main_grad = start = torch.randn(40, 24, generator=g)
-    expected = start.double()
-    for _ in range(2):
-        x, grad_out = (torch.randn(50, n, generator=g).to(dtype) for n in (48 if before == "activation" else 24, 40))
+    weight.main_grad = torch.randn(40, 24, generator=g)
+    expected = weight.main_grad.double()
+    inputs = 48 if before == "activation" else 24
+    for _micro_batch in range(2):
+        x, grad_out = (torch.randn(50, n, generator=g).to(dtype) for n in (inputs, 40))
         weight.grad_added_to_main_grad = False
         product(x.requires_grad_(), weight).backward(grad_out)
         assert weight.grad_added_to_main_grad
@@ -194,10 +195,10 @@ def test_views_that_are_not_contiguous():
     x = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(5))
     weight = torch.rand(4)
     close(ops.rms_norm(x[:, 1, :4], weight, EPS), norm(x[:, 1, :4].double(), weight.double()), torch.float32)
-    one = torch.eye(4)
-    close(ops.swiglu_linear(x[:, 1:], one)[0], swiglu(x[:, 1:].double()), torch.float32)
-    close(ops.swiglu_linear(x.transpose(0, 1), one)[0], swiglu(x.transpose(0, 1).double()), torch.float32)
-    normed, _ = ops.norm_linear(x[:, 1, :4], weight, EPS, one, None)
+    identity = torch.eye(4)
+    close(ops.swiglu_linear(x[:, 1:], identity)[0], swiglu(x[:, 1:].double()), torch.float32)
+    close(ops.swiglu_linear(x.transpose(0, 1), identity)[0], swiglu(x.transpose(0, 1).double()), torch.float32)
+    normed, _ = ops.norm_linear(x[:, 1, :4], weight, EPS, identity, bias=None)
     close(normed, norm(x[:, 1, :4].double(), weight.double()), torch.float32)
 
 
@@ -223,12 +224,12 @@ def test_rotate(tokens, heads, dim, width, dtype):
     x = before.clone()
     cos = angle.cos().to(wide)
     sin = angle.sin().to(wide)
-    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, False)
+    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, inverse=False)
     turned = x[:, :, :-1, :dim]
-    close(turned, turn(before[:, :, :-1, :dim].flatten(1, 2).double(), angle).view_as(turned), dtype)
+    close(turned, rotate(before[:, :, :-1, :dim].flatten(1, 2).double(), angle).view_as(turned), dtype)
     assert torch.equal(x[:, :, -1], before[:, :, -1])
     assert torch.equal(x[..., dim:], before[..., dim:])
-    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, True)
+    torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, inverse=True)
     close(x, before.double(), dtype)
 
 

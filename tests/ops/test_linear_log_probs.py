@@ -49,7 +49,7 @@ def test_padding_has_no_probability_and_no_gradient(group):
     w[8:] = 1e3  # would dominate every softmax
     padded = w.clone().requires_grad_()
     targets = torch.arange(6)
-    log_probs, _ = linear.linear_log_probs(h, padded, targets, 1.0, group, 8)
+    log_probs, _ = linear.linear_log_probs(h, padded, targets, 1.0, group, vocab=8)
     expected, _ = reference(h, w[:8], targets, 1.0)
     torch.testing.assert_close(log_probs, expected)
     log_probs.sum().backward()
@@ -59,7 +59,7 @@ def test_padding_has_no_probability_and_no_gradient(group):
 def test_no_rows(group):
     h = torch.zeros(0, 3, requires_grad=True)
     w = torch.zeros(7, 3, requires_grad=True)
-    log_probs, entropy = linear.linear_log_probs(h, w, torch.zeros(0, dtype=torch.int64), 1.0, group, 7)
+    log_probs, entropy = linear.linear_log_probs(h, w, torch.zeros(0, dtype=torch.int64), 1.0, group, vocab=7)
     assert log_probs.shape == entropy.shape == (0,)
     log_probs.sum().backward()
     assert torch.count_nonzero(w.grad) == 0
@@ -67,19 +67,19 @@ def test_no_rows(group):
 
 
 def test_rows_without_a_gradient_may_be_nan(group):
-    """NaN and infinities in hidden states without a gradient do not change the gradients of the others."""
+    """NaN and infinities in hidden states without a gradient do not change the gradients of the other rows."""
     g = torch.Generator().manual_seed(2)
     h, w = torch.randn(9, 4, generator=g), torch.randn(7, 4, generator=g)
     h[2] = float("nan")
     h[5, 1] = float("inf")
-    read = torch.tensor([i not in (2, 5) for i in range(9)])
+    finite = torch.tensor([i not in (2, 5) for i in range(9)])
     targets = torch.randint(0, 7, (9,), generator=g)
-    expected_inputs = [h[read].clone().requires_grad_(), w.clone().requires_grad_()]
-    expected, expected_entropy = reference(*expected_inputs, targets[read], 0.7)
+    expected_inputs = [h[finite].clone().requires_grad_(), w.clone().requires_grad_()]
+    expected, expected_entropy = reference(*expected_inputs, targets[finite], 0.7)
     (expected.sum() + expected_entropy.square().sum()).backward()
     inputs = [h.requires_grad_(), w.requires_grad_()]
-    log_probs, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, 7)
-    (log_probs[read].sum() + entropy[read].square().sum()).backward()
-    torch.testing.assert_close(h.grad[read], expected_inputs[0].grad)
-    assert torch.count_nonzero(h.grad[~read]) == 0
+    log_probs, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, vocab=7)
+    (log_probs[finite].sum() + entropy[finite].square().sum()).backward()
+    torch.testing.assert_close(h.grad[finite], expected_inputs[0].grad)
+    assert torch.count_nonzero(h.grad[~finite]) == 0
     torch.testing.assert_close(w.grad, expected_inputs[1].grad)

@@ -34,16 +34,17 @@ from megatron_brorl.ops.reference import linear as reference
 @pytest.mark.parametrize(("rows", "width", "vocab"), SHAPES)
 def test_agrees_with_float64(rows, width, vocab, dtype, settings):
     case = make(rows, width, vocab, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-    result = case.call(fused.linear_ppo_loss, dtype, settings, upstream=-2.5)
-    assert result[0].loss.dtype == result[0].log_probs.dtype == compute_dtype(dtype)
-    assert result[1].dtype == result[2].dtype == dtype
-    assert_agree(result, case.call(reference.linear_ppo_loss, settings=settings, upstream=-2.5), TOLERANCE[dtype])
+    result, *gradients = case.call(fused.linear_ppo_loss, dtype, settings, upstream=-2.5)
+    assert result.loss.dtype == result.log_probs.dtype == compute_dtype(dtype)
+    assert [x.dtype for x in gradients] == [dtype] * 2
+    expected = case.call(reference.linear_ppo_loss, settings=settings, upstream=-2.5)
+    assert_agree((result, *gradients), expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("settings", [*VARIANTS, *OTHER_LOSSES])
 def test_every_term_agrees(settings, dtype):
-    case = make(240, 20, 333)
+    case = make(rows=240, width=20, vocab=333)
     expected = case.call(reference.linear_ppo_loss, settings=settings)
     assert_agree(case.call(fused.linear_ppo_loss, dtype, settings), expected, TOLERANCE[dtype])
     if settings.dual_clip and settings.ratio == "token":
@@ -51,22 +52,23 @@ def test_every_term_agrees(settings, dtype):
 
 
 def test_padding_has_no_probability_and_no_gradient():
-    case = make(50, 8, 40)
+    case = make(rows=50, width=8, vocab=40)
     padded = dataclasses.replace(case, weight=torch.cat((case.weight, torch.full((5, 8), 1e3).double())))
-    result = padded.call(fused.linear_ppo_loss, torch.float32, EVERYTHING, vocab=40)
-    assert torch.count_nonzero(result[2][40:]) == 0
-    assert_agree((*result[:2], result[2][:40]), case.call(reference.linear_ppo_loss, settings=EVERYTHING), 1e-5)
+    result, grad_hidden, grad_weight = padded.call(fused.linear_ppo_loss, torch.float32, EVERYTHING, vocab=40)
+    assert torch.count_nonzero(grad_weight[40:]) == 0
+    expected = case.call(reference.linear_ppo_loss, settings=EVERYTHING)
+    assert_agree((result, grad_hidden, grad_weight[:40]), expected, 1e-5)
 
 
 def test_chunks_give_what_one_chunk_gives(monkeypatch):
-    case = make(700, 12, 90)
+    case = make(rows=700, width=12, vocab=90)
     expected = case.call(fused.linear_ppo_loss, settings=EVERYTHING)
     monkeypatch.setitem(fused.CHUNK_ROWS, "cpu", 100)
     assert_agree(case.call(fused.linear_ppo_loss, settings=EVERYTHING), expected, 1e-13)
 
 
 def test_an_unchanged_policy_has_ratio_one():
-    case = make(40, 16, 300)
+    case = make(rows=40, width=16, vocab=300)
     log_probs, _ = fused.linear_log_probs(case.hidden.float(), case.weight.float(), case.ids, TEMPERATURE)
     result, *grads = case.change(old_log_probs=log_probs).call(fused.linear_ppo_loss, torch.float32)
     _, *expected = case.change(old_log_probs=None).call(fused.linear_ppo_loss, torch.float32)
@@ -91,7 +93,7 @@ def test_huge_logits(dtype):
     old = (true + torch.randint(-1, 2, (90,), generator=g) * 0.125).float().double()
     tokens = PolicyTokens(old, torch.randn(90, generator=g).double(), torch.full((90,), 1 / 90).double(), old)
     case = Case(hidden, weight, ids, tokens)
-    # A log-prob of -1e4 in float32 is rounded by 5e-4, so a ratio to a stored one cannot be closer than that.
+    # A log-prob of -1e4 in float32 is rounded by 5e-4, so a ratio to a stored log-prob cannot be more exact.
     result = case.call(fused.linear_ppo_loss, dtype, temperature=1.0)
     assert_agree(result, case.call(reference.linear_ppo_loss, temperature=1.0), max(TOLERANCE[dtype], 1e-3))
     case = case.change(old_log_probs=None)
@@ -101,11 +103,11 @@ def test_huge_logits(dtype):
 
 
 def test_extreme_ratios():
-    case = make(60, 16, 300)
+    case = make(rows=60, width=16, vocab=300)
     assert case.tokens.old_log_probs is not None
     old = case.tokens.old_log_probs.clone()
-    old[:20] = float("-inf")  # the ratio overflows to the clamp
-    old[20:30] += 80  # and underflows
+    old[:20] = float("-inf")  # The ratio overflows to the clamp.
+    old[20:30] += 80  # The ratio underflows.
     old[30:40] -= 80
     rollout = case.tokens.rollout_log_probs.clone()
     rollout[:5] = float("-inf")  # equal to the old one, so no mismatch
@@ -117,7 +119,7 @@ def test_extreme_ratios():
 
 
 def test_an_impossible_rollout_has_no_gradient():
-    case = make(10, 8, 50)
+    case = make(rows=10, width=8, vocab=50)
     rollout = case.tokens.rollout_log_probs.clone()
     rollout[3] = float("-inf")
     case = case.change(rollout_log_probs=rollout, weights=torch.ones(10).double())
@@ -131,8 +133,8 @@ def test_an_impossible_rollout_has_no_gradient():
     ("op", "dtype"), [(fused.linear_ppo_loss, torch.float32), (reference.linear_ppo_loss, torch.float64)]
 )
 def test_a_masked_token_changes_nothing(op, dtype, settings):
-    """Results are those of the batch without it, for any entries and any hidden state of the token."""
-    case = make(80, 12, 70)
+    """Results equal those of the batch without the token, whatever its entries and its hidden state are."""
+    case = make(rows=80, width=12, vocab=70)
     live = case.tokens.weights != 0
     poison = {
         name: torch.where(live, value, torch.tensor([float("nan"), float("inf")]).double().repeat(40))
@@ -142,8 +144,8 @@ def test_a_masked_token_changes_nothing(op, dtype, settings):
     hidden = torch.where(live[:, None], case.hidden, poison["advantages"][:, None])
     poisoned = dataclasses.replace(case.change(**poison), hidden=hidden)
     result, grad_hidden, grad_weight = poisoned.call(op, dtype, settings)
-    alone = Case(case.hidden[live], case.weight, case.ids[live], case.tokens.where(live))
-    expected, live_hidden, expected_weight = alone.call(reference.linear_ppo_loss, settings=settings)
+    only_live = Case(case.hidden[live], case.weight, case.ids[live], case.tokens.where(live))
+    expected, live_hidden, expected_weight = only_live.call(reference.linear_ppo_loss, settings=settings)
     assert torch.count_nonzero(grad_hidden[~live]) == 0
     unmasked = dataclasses.replace(result, log_probs=result.log_probs[live], entropy=result.entropy[live])
     assert_agree((unmasked, grad_hidden[live], grad_weight), (expected, live_hidden, expected_weight), TOLERANCE[dtype])
@@ -164,7 +166,7 @@ def test_no_trainable_tokens(rows, dtype, settings):
 
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_reference_gradcheck(settings):
-    case = make(9, 4, 7)
+    case = make(rows=9, width=4, vocab=7)
     inputs = (case.hidden.requires_grad_(), case.weight.requires_grad_())
 
     def loss(hidden, weight):
@@ -175,7 +177,7 @@ def test_reference_gradcheck(settings):
 
 @pytest.mark.parametrize("op", [reference.linear_log_probs, fused.linear_log_probs])
 def test_gradcheck_of_log_probs_and_entropy(op):
-    case = make(9, 4, 7)
+    case = make(rows=9, width=4, vocab=7)
     inputs = (case.hidden.requires_grad_(), case.weight.requires_grad_())
     assert torch.autograd.gradcheck(lambda h, w: op(h, w, case.ids, temperature=1.3), inputs)
 
@@ -183,7 +185,7 @@ def test_gradcheck_of_log_probs_and_entropy(op):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_results_are_reproducible_bit_for_bit(dtype, threads):
-    case = make(700, 31, 999, seed=4)
+    case = make(rows=700, width=31, vocab=999, seed=4)
     runs = with_threads(lambda: case.call(fused.linear_ppo_loss, dtype, EVERYTHING), (threads,) * 3)
     (first, *first_grads), *others = runs
     for result, *grads in others:
@@ -193,7 +195,7 @@ def test_results_are_reproducible_bit_for_bit(dtype, threads):
 
 
 def test_only_requested_gradients_are_computed():
-    case = make(12, 6, 20)
+    case = make(rows=12, width=6, vocab=20)
     rest = (case.ids, case.tokens_in(torch.float32), SETTINGS, TEMPERATURE)
     hidden, weight = case.hidden.float().requires_grad_(), case.weight.float()
     fused.linear_ppo_loss(hidden, weight, *rest).loss.backward()
@@ -203,7 +205,7 @@ def test_only_requested_gradients_are_computed():
 
 
 def test_a_second_backward_is_refused():
-    case = make(5, 4, 9)
+    case = make(rows=5, width=4, vocab=9)
     hidden = case.hidden.float().requires_grad_()
     result = fused.linear_ppo_loss(
         hidden, case.weight.float(), case.ids, case.tokens_in(torch.float32), SETTINGS, TEMPERATURE
@@ -239,7 +241,7 @@ def test_mistakes_raise_one_clear_error(wrong, error, message):
         fused.linear_ppo_loss(**(good | rest | wrong))
 
 
-DEAD: dict[str, Any] = {
+DEAD: dict[str, Any] = {  # rows without an advantage
     "none": [],
     "all": range(300),
     "the first chunk": range(100),
@@ -253,18 +255,18 @@ DEAD: dict[str, Any] = {
 @pytest.mark.parametrize("dead", DEAD)
 def test_only_tokens_without_a_gradient_are_left_out(dead, dtype, entropy_coef, monkeypatch):
     monkeypatch.setitem(fused.CHUNK_ROWS, "cpu", 100)
-    case = make(300, 24, 700, dtype)
+    case = make(rows=300, width=24, vocab=700, dtype=dtype)
     advantages = case.tokens.advantages.clone()
     advantages[list(DEAD[dead])] = 0
     case = case.change(advantages=advantages)
-    settings = dataclasses.replace(SETTINGS, entropy_coef=entropy_coef)  # with it, a dead row has a gradient again
+    settings = dataclasses.replace(SETTINGS, entropy_coef=entropy_coef)  # An entropy bonus gives all rows a gradient.
     expected = case.call(reference.linear_ppo_loss, settings=settings)
     rows = []
 
-    def counted(logits, *arguments):
+    def count_rows(logits, *arguments):
         rows.append(len(logits))
         softmax_gradient_(logits, *arguments)
 
-    monkeypatch.setattr(fused, "softmax_gradient_", counted)
+    monkeypatch.setattr(fused, "softmax_gradient_", count_rows)
     assert_agree(case.call(fused.linear_ppo_loss, dtype, settings), expected, TOLERANCE[dtype])
     assert sum(rows) == int((expected[1].norm(dim=1) > 0).sum())

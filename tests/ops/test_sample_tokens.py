@@ -42,7 +42,7 @@ def test_agrees_with_float64(name, dtype):
     "name", [n for n, c in CASES.items() if c.logits.shape[1] <= 5000 and c.temperature not in (1e-42, 3e3)]
 )
 def test_samples_equal_the_reference(name):
-    """All but a few per cent, because the reference has a less precise cumulative sum in float32."""
+    """All but a few per cent are equal, because the cumulative sum of the reference is less precise (float32)."""
     case = CASES[name]
     ids, log_probs = draw(case)
     expected, expected_log_probs = sampling.sample_tokens(
@@ -63,12 +63,12 @@ def test_rows_do_not_depend_on_batch_or_threads(name):
     ids, log_probs = draw(case)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
     for rows in (order, torch.tensor([5]), torch.arange(3, 9)):
-        part = draw(case, logits=case.logits[rows], rows=rows)
-        assert torch.equal(part[0], ids[rows])
-        assert torch.equal(part[1], log_probs[rows])
-    for again in with_threads(lambda: draw(case), (1, 2, 3, len(ids) + 1)):
-        assert torch.equal(again[0], ids)
-        assert torch.equal(again[1], log_probs)
+        some_ids, some_log_probs = draw(case, logits=case.logits[rows], rows=rows)
+        assert torch.equal(some_ids, ids[rows])
+        assert torch.equal(some_log_probs, log_probs[rows])
+    for other_ids, other_log_probs in with_threads(lambda: draw(case), (1, 2, 3, len(ids) + 1)):
+        assert torch.equal(other_ids, ids)
+        assert torch.equal(other_log_probs, log_probs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,8 +80,8 @@ def test_strided_rows(name, dtype):
     expected = draw(case, logits=logits)
     wide = torch.full((2 * rows, vocab + 9), float("nan"), dtype=dtype)
     wide[::2, 3:-6] = logits
-    for same in (wide[::2, 3:-6], logits.t().contiguous().t()):
-        result = draw(case, logits=same)
+    for strided in (wide[::2, 3:-6], logits.t().contiguous().t()):
+        result = draw(case, logits=strided)
         assert torch.equal(result[0], expected[0])
         assert torch.equal(result[1], expected[1])
 
@@ -95,11 +95,11 @@ def test_ties():
         return set(sample_tokens(rows, keys, index, index, temperature, top_p, top_k)[0].tolist())
 
     assert drawn([0, 2, 1, 2, 2], temperature=0) == {1}
-    assert drawn([0, 2, 1, 2, 2], top_k=1) == {1, 3, 4}  # ties with the k-th stay
+    assert drawn([0, 2, 1, 2, 2], top_k=1) == {1, 3, 4}  # Logits equal to the k-th largest stay.
     assert drawn([1, 2, 1, 0, 1], top_k=2) == {0, 1, 2, 4}
     assert drawn([0, 0, 0, 0], top_p=0.5) == {0, 1}  # the first of equal logits are kept until the mass reaches top_p
     assert drawn([0, 0, 0, 0], top_p=0.51) == {0, 1, 2}
-    assert drawn([-9, 0, 0, 0, 0], top_p=0.25) == {1, 2}  # the mass of the first remains just below a quarter
+    assert drawn([-9, 0, 0, 0, 0], top_p=0.25) == {1, 2}  # The mass of token 1 is just below a quarter.
     assert drawn([0, 0, 0, 0], top_p=1e-9) == {0}
     assert drawn([0, 1, 0, 0], top_p=1e-300) == {1}
     assert drawn([0.0, -0.0, 0.0, -0.0], top_p=0.5) == {0, 1}
@@ -108,7 +108,7 @@ def test_ties():
 
 def test_no_rows():
     none = torch.zeros(0, dtype=torch.int64)
-    ids, log_probs = sample_tokens(torch.zeros(0, 5), none, none, none, 1.0, 1.0, 0)
+    ids, log_probs = sample_tokens(torch.zeros(0, 5), none, none, none, temperature=1.0, top_p=1.0, top_k=0)
     assert (ids.tolist(), log_probs.tolist()) == ([], [])
 
 

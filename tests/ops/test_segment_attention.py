@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_brorl.ops.fused import layers as ops
 
 OPS = torch.ops.brorl
-# (tokens of the prompt or 0, tokens of each segment); blocks have 64 queries and 512 keys
+# (tokens of the prompt or 0, tokens of each segment). The kernel's blocks have 64 queries and 512 keys.
 STREAMS = {
     "one token": [(0, (1,))],
     "alone": [(0, (5, 64, 65, 1, 130))],
@@ -22,15 +22,16 @@ STREAMS = {
 
 
 def table(groups: list[tuple[int, tuple[int, ...]]]) -> Tensor:
+    """Return the segments [S, 4]: first token and length of each, and of its prefix."""
     rows = []
     begin = 0
     for prompt, lengths in groups:
-        front = begin
+        prefix = begin
         if prompt:
-            rows.append([front, prompt, 0, 0])
+            rows.append([prefix, prompt, 0, 0])
             begin += prompt
         for length in lengths:
-            rows.append([begin, length, front, prompt])
+            rows.append([begin, length, prefix, prompt])
             begin += length
     return torch.tensor(rows)
 
@@ -45,10 +46,10 @@ def brute_force(qkv: Tensor, angle: Tensor, segments: Tensor, scale: float) -> T
     query, key, _ = torch.cat((turned.real, turned.imag), dim=-1).split([heads, 1, 1], dim=2)
     value = qkv[:, :, -1:]
     visible = torch.zeros(tokens, tokens, dtype=torch.bool)
-    for begin, length, prefix, of_prefix in segments.tolist():
-        own = slice(begin, begin + length)
-        visible[own, own] = torch.ones(length, length, dtype=torch.bool).tril()
-        visible[own, prefix : prefix + of_prefix] = True
+    for begin, length, prefix, prefix_length in segments.tolist():
+        segment = slice(begin, begin + length)
+        visible[segment, segment] = torch.ones(length, length, dtype=torch.bool).tril()
+        visible[segment, prefix : prefix + prefix_length] = True
     scores = torch.einsum("ighd,jgkd->ghij", query, key) * scale
     return torch.einsum("ghij,jgkd->ighd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value).flatten(1)
 
@@ -72,7 +73,8 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
     result = ops.attend(narrow.clone(), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
     expected = brute_force(wide, angle, segments, dim**-0.5)
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=3e-6)
-    (grad,), (exact,) = torch.autograd.grad(result, narrow, up), torch.autograd.grad(expected, wide, up.double())
+    (grad,) = torch.autograd.grad(result, narrow, up)
+    (exact,) = torch.autograd.grad(expected, wide, up.double())
     torch.testing.assert_close(grad.double(), exact, rtol=0, atol=3e-6 * max(1.0, float(exact.abs().max())))
 
 
@@ -82,7 +84,7 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
 def test_gradient_reaches_the_projection(normed, bias, dim):
     """Attention overwrites a view of the result of another op, as in FusedSelfAttention."""
     segments = table([(3, (2, 4))])
-    (_, angle) = inputs(9, 2, 2, dim, seed=6)
+    _, angle = inputs(9, kv_heads=2, heads=2, dim=dim, seed=6)
     g = torch.Generator().manual_seed(7)
     x = torch.randn(9, 1, 8, generator=g)
     weight = torch.randn(2 * 4 * dim, 8, generator=g) / 3
@@ -112,33 +114,32 @@ def test_gradient_reaches_the_projection(normed, bias, dim):
 def test_large_scores():
     """Weights are exactly 0 or 1, and nothing overflows."""
     segments = table([(600, (3,))])
-    qkv, _ = inputs(603, 1, 1, 16, seed=2)
+    qkv, _ = inputs(603, kv_heads=1, heads=1, dim=16, seed=2)
     qkv[:, :, :2] *= 100
-    still = torch.zeros(603, 8)
-    expected = brute_force(qkv.double(), still.double(), segments, 1.0)
-    result = ops.attend(qkv, still.cos(), still, segments, 1.0)
+    angle = torch.zeros(603, 8)
+    expected = brute_force(qkv.double(), angle.double(), segments, scale=1.0)
+    result = ops.attend(qkv, angle.cos(), angle.sin(), segments, scale=1.0)
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-2)  # scores of 1e5 are rounded to 1e-2
     assert result[0].equal(qkv[0, 0, 2])
 
 
 def test_backward_of_an_overwritten_input_fails():
-    """A function that saved the projection must not compute its gradient from the rotated one."""
-    qkv, angle = inputs(4, 1, 1, 16, seed=5)
-    leaf = qkv.requires_grad_()
-    projected = leaf.exp()  # its backward pass needs its result
-    out = ops.attend(projected, angle.cos().float(), angle.sin().float(), table([(0, (4,))]), 1.0)
+    """A function that saved the projection must not compute its gradient from the rotated projection."""
+    qkv, angle = inputs(4, kv_heads=1, heads=1, dim=16, seed=5)
+    projected = qkv.requires_grad_().exp()  # The backward pass of exp needs its result.
+    out = ops.attend(projected, angle.cos().float(), angle.sin().float(), table([(0, (4,))]), scale=1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         out.sum().backward()
 
 
 def test_results_do_not_depend_on_threads():
     segments = table(STREAMS["groups of all kinds"])
-    qkv, _ = inputs(int(segments[:, 1].sum()), 2, 2, 32, seed=3)
+    qkv, _ = inputs(int(segments[:, 1].sum()), kv_heads=2, heads=2, dim=32, seed=3)
     up = qkv[:, :, :2].contiguous()
 
     def results():
-        out, sums = OPS.segment_attention(qkv, segments, 0.2)
-        return out, sums, OPS.segment_attention_gradient(up, qkv, out, sums, segments, 0.2)
+        out, sums = OPS.segment_attention(qkv, segments, scale=0.2)
+        return out, sums, OPS.segment_attention_gradient(up, qkv, out, sums, segments, scale=0.2)
 
     first, *others = with_threads(results)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
@@ -161,4 +162,4 @@ X = torch.zeros(4, 2, 3, 16)
 )
 def test_mistakes(qkv, segments, error, message):
     with pytest.raises(error, match=message):
-        OPS.segment_attention(qkv, torch.tensor(segments), 1.0)
+        OPS.segment_attention(qkv, torch.tensor(segments), scale=1.0)

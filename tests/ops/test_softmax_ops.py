@@ -12,7 +12,7 @@ from megatron_brorl.ops.fused.softmax import Shard
 OPS = torch.ops.brorl
 
 
-SIZES = [
+SIZES = [  # m, n, k of products [m, k] @ [k, n]
     (5, 7, 3),
     (1, 1, 1),
     (1, 40, 30),
@@ -32,7 +32,8 @@ SIZES = [
 def test_products_keep_at_least_float32(m, n, k, transposed, dtype):
     g = torch.Generator().manual_seed(m)
     a, b = (torch.randn(*shape, generator=g).to(dtype) for shape in ((m, k), (k, n)))
-    left, right = (x.t().contiguous().t() if t else x for x, t in zip((a, b), transposed, strict=True))
+    layouts = zip((a, b), transposed, strict=True)
+    left, right = (x.t().contiguous().t() if by_columns else x for x, by_columns in layouts)
     start = torch.randn(m, n, generator=g).to(torch.float64 if dtype == torch.float64 else torch.float32)
     for accumulate in (False, True):
         out = start.clone()
@@ -49,7 +50,7 @@ def test_products_of_rows_that_overlap(dtype):
     windows = vector.as_strided((80, 90), (1, 1))
     for a, b in ((row.expand(70, 80), windows), (windows[:70, :80], row.expand(80, 80).t())):
         out = torch.zeros(len(a), b.shape[1], dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-        softmax.gemm_(out, a, b, False)
+        softmax.gemm_(out, a, b, accumulate=False)
         assert close(out, a.double() @ b.double(), 1e-6)
 
 
@@ -62,17 +63,17 @@ def test_parts_of_the_vocabulary_merge(dtype, cuts):
     logits[0, :1500] = float("-inf")  # a whole block and a whole shard have no probability
     ids = torch.tensor([1600, 0, 699, 700, 1999, 1023])
     temperature = 0.6
-    parts = []
+    statistics = []
     start = 0
-    for part in logits.split(list(cuts), dim=1):
-        shard = Shard(start, part.shape[1], temperature, None)
-        parts.append(softmax.softmax_statistics(part.contiguous(), ids, shard))
-        start += part.shape[1]
-    largest = torch.stack([p[:, 0] for p in parts]).amax(0)
+    for shard_logits in logits.split(list(cuts), dim=1):
+        shard = Shard(start, live=shard_logits.shape[1], temperature=temperature, group=None)
+        statistics.append(softmax.softmax_statistics(shard_logits.contiguous(), ids, shard).unbind(1))
+        start += shard_logits.shape[1]
+    largest = torch.stack([maximum for maximum, *_ in statistics]).amax(0)
     sums = torch.zeros(6, 3, dtype=torch.float64)
-    for p in parts:
-        shift = torch.where(p[:, 1] == 0, 0.0, (p[:, 0] - largest) / temperature)
-        terms = (shift.exp() * p[:, 1], shift.exp() * (p[:, 2] + shift * p[:, 1]), p[:, 3])
+    for maximum, total, weighted, logit_of_id in statistics:
+        shift = torch.where(total == 0, 0.0, (maximum - largest) / temperature)
+        terms = (shift.exp() * total, shift.exp() * (weighted + shift * total), logit_of_id)
         sums += torch.stack(terms, dim=1)
     expected = (logits.double() / temperature).log_softmax(-1)
     log_probs = (sums[:, 2] - largest) / temperature - sums[:, 0].log()
@@ -85,19 +86,22 @@ def test_wrong_shapes_and_dtypes_are_refused():
     logits = torch.zeros(3, 4)
     ids = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(TypeError, match="logits must be float32 or float64"):
-        OPS.softmax_statistics(logits.half(), ids, 0, 1.0)
+        OPS.softmax_statistics(logits.half(), ids, start=0, temperature=1.0)
     with pytest.raises(ValueError, match="contiguous"):
-        OPS.softmax_statistics(logits.t(), torch.zeros(4, dtype=torch.int64), 0, 1.0)
+        OPS.softmax_statistics(logits.t(), torch.zeros(4, dtype=torch.int64), start=0, temperature=1.0)
+    options = {"entropy_gradient": None, "start": 0, "temperature": 1.0, "narrow": False}
     with pytest.raises(ValueError, match=r"statistics must be \[3, 4\] float64"):
-        OPS.softmax_gradient_(logits, ids, torch.zeros(3, 4), torch.zeros(3), None, 0, 1.0, False)
+        OPS.softmax_gradient_(logits, ids, torch.zeros(3, 4), torch.zeros(3), **options)
     with pytest.raises(ValueError, match=r"cannot write \[2, 3\] times \[4, 5\]"):
-        OPS.gemm_(torch.zeros(2, 5), torch.zeros(2, 3), torch.zeros(4, 5), False)
+        OPS.gemm_(torch.zeros(2, 5), torch.zeros(2, 3), torch.zeros(4, 5), accumulate=False)
     with pytest.raises(TypeError, match="cannot multiply BFloat16 by BFloat16 to BFloat16"):
-        OPS.gemm_(*(torch.zeros(2, 2, dtype=torch.bfloat16) for _ in range(3)), False)
-    v = torch.zeros(2)
+        OPS.gemm_(*(torch.zeros(2, 2, dtype=torch.bfloat16) for _ in range(3)), accumulate=False)
+    tensors = {name: torch.zeros(2) for name in ("log_probs", "entropy", "rollout", "advantages", "weights")}
+    good = {**tensors, "old": None, "reference": None, "policy_loss": "clip", "constants": [0.8, 1.2, 0.0]}
+    good |= {"is_cap": 0.0, "kl_coef": 0.0, "kl_estimator": "k1", "entropy_coef": 0.0}
     with pytest.raises(ValueError, match="kl_estimator must be k1, k2 or k3, got k4"):
-        OPS.ppo_tokens(v, v, None, v, None, v, v, "clip", [0.8, 1.2, 0.0], 0.0, 0.0, "k4", 0.0)
+        OPS.ppo_tokens(**good | {"kl_estimator": "k4"})
     with pytest.raises(ValueError, match="has no policy_loss clap"):
-        OPS.ppo_tokens(v, v, None, v, None, v, v, "clap", [0.8, 1.2, 0.0], 0.0, 0.0, "k1", 0.0)
+        OPS.ppo_tokens(**good | {"policy_loss": "clap"})
     with pytest.raises(ValueError, match="policy_loss clip takes 3 constants, got 2"):
-        OPS.ppo_tokens(v, v, None, v, None, v, v, "clip", [0.8, 1.2], 0.0, 0.0, "k1", 0.0)
+        OPS.ppo_tokens(**good | {"constants": [0.8, 1.2]})

@@ -26,7 +26,8 @@ def test_agrees_with_a_loop_over_floats(name, dtype, op):
 
 
 def test_gradient_at_the_clip_bound_and_at_ties():
-    # At the bound and inside, the gradient is v - R; 2 and its clipped value 0 are equally far from a return of 1.
+    # At the clip bound (0.5) and inside (0.25), the gradient is v - R. The third value is 2, which is clipped to 0, and
+    # both are equally far from the return, 1.
     case = Case(
         values=torch.tensor([0.5, 0.25, 2.0], dtype=torch.float64),
         old_values=torch.tensor([0.0, 0.0, -0.5], dtype=torch.float64),
@@ -42,12 +43,12 @@ def test_gradient_at_the_clip_bound_and_at_ties():
 @pytest.mark.parametrize("broken", ["values", "old_values", "returns", "weights"])
 def test_an_unmasked_nan_makes_the_loss_nan(broken):
     case = make(50, masked=0.0)
-    x = getattr(case, broken).clone()
-    x[17] = float("nan")
-    case = dataclasses.replace(case, **{broken: x})
+    tensor = getattr(case, broken).clone()
+    tensor[17] = float("nan")
+    case = dataclasses.replace(case, **{broken: tensor})
     assert math.isnan(case.call(value_loss, torch.float32)[0].sums["loss"])
     assert math.isnan(case.call(reference.value_loss, torch.float32)[0].sums["loss"])
-    if broken == "old_values":  # an unclipped loss does not read it
+    if broken == "old_values":  # An unclipped loss does not read old_values.
         assert math.isfinite(dataclasses.replace(case, clip=math.inf).call(value_loss, torch.float32)[0].sums["loss"])
 
 
@@ -64,8 +65,9 @@ def test_a_second_derivative_is_refused():
 def test_explained_variance_merges_over_parts(parts):
     case = make(9000, masked=0.0, offset=50.0)
     fields = (case.values, case.old_values, case.returns, case.weights)
-    losses = [value_loss(*x, case.clip) for x in zip(*(f.split(9000 // parts) for f in fields), strict=True)]
-    merged = explained_variance(merge([f.returns for f in losses]), merge([f.residuals for f in losses]))
+    split_fields = zip(*(field.split(9000 // parts) for field in fields), strict=True)
+    losses = [value_loss(*part, case.clip) for part in split_fields]
+    merged = explained_variance(merge([x.returns for x in losses]), merge([x.residuals for x in losses]))
     residuals = case.returns - case.values
     assert merged == pytest.approx(1 - residuals.var().item() / case.returns.var().item(), rel=1e-12)
 

@@ -23,8 +23,7 @@ class Case:
 
     def call(self, op: Any, dtype: torch.dtype, device: str = "cpu", upstream: float = 1.0) -> tuple[Any, Tensor]:
         """Return (result of op, gradient of values)."""
-        tensors = (x.to(device, dtype) for x in (self.values, self.old_values, self.returns, self.weights))
-        values, *rest = tensors
+        values, *rest = (x.to(device, dtype) for x in (self.values, self.old_values, self.returns, self.weights))
         values = values.clone().requires_grad_()
         result = op(values, *rest, self.clip)
         (upstream * result.loss).backward()
@@ -53,11 +52,11 @@ def by_hand(case: Case) -> Expected:
         if weight == 0:
             gradient.append(0.0)
             continue
-        held = v if math.isinf(case.clip) else min(max(v, old - case.clip), old + case.clip)
-        flat = (held - target) ** 2 > (v - target) ** 2
-        losses.append(weight * 0.5 * max((v - target) ** 2, (held - target) ** 2))
-        gradient.append(0.0 if flat else weight * (v - target))
-        clipped += flat
+        near = v if math.isinf(case.clip) else min(max(v, old - case.clip), old + case.clip)  # the clipped value
+        is_clipped = (near - target) ** 2 > (v - target) ** 2
+        losses.append(weight * 0.5 * max((v - target) ** 2, (near - target) ** 2))
+        gradient.append(0.0 if is_clipped else weight * (v - target))
+        clipped += is_clipped
         returns.append(target)
         residuals.append(target - v)
 
@@ -78,10 +77,11 @@ def make(rows: int, clip: float = 0.2, masked: float = 0.3, offset: float = 0.0,
     values = old + 0.25 * noise
     returns = values + far
     weights = (torch.rand(rows, generator=g) + 0.5) / max(rows, 1)
-    hidden = torch.rand(rows, generator=g) < masked
-    weights[hidden] = 0
-    for i, x in enumerate((values, old, returns)):
-        x[hidden] = (float("nan"), float("inf"), float("-inf"))[i]
+    is_masked = torch.rand(rows, generator=g) < masked
+    weights[is_masked] = 0
+    values[is_masked] = float("nan")
+    old[is_masked] = float("inf")
+    returns[is_masked] = float("-inf")
     return Case(*(x.double() for x in (values, old, returns, weights)), clip)
 
 
@@ -100,7 +100,7 @@ CASES = {
 
 
 def assert_agree(returned: tuple[Any, Tensor], case: Case, upstream: float, tolerance: float) -> None:
-    """Compare with by_hand; the error of gradients is relative to the largest one."""
+    """Compare with by_hand. The error of gradients is relative to the largest gradient."""
     result, gradient = returned
     expected = by_hand(case)
     expected_gradient = upstream * torch.tensor(expected.gradient, dtype=torch.float64)

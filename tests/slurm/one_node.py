@@ -25,7 +25,7 @@ SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 SlurmctldPort={port}
-SlurmdPort={other}
+SlurmdPort={node_port}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -60,7 +60,7 @@ def _program(name: str) -> str | None:
 
 
 class OneNode:
-    """The Slurm daemons; `close` ends them."""
+    """The Slurm daemons, until `close` is called."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # the path of a socket has at most 107 characters
@@ -70,13 +70,11 @@ class OneNode:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        self.folder.chmod(0o755)  # munged requires that others can reach its socket
+        self.folder.chmod(0o755)  # munged requires that other users can reach its socket.
         host = socket.gethostname().partition(".")[0]
-        ports = [_free_port() for _ in range(2)]
         conf = self.folder / "slurm.conf"
-        conf.write_text(
-            SETTINGS.format(host=host, user=getpass.getuser(), folder=self.folder, port=ports[0], other=ports[1])
-        )
+        ports = {"port": _free_port(), "node_port": _free_port()}
+        conf.write_text(SETTINGS.format(host=host, user=getpass.getuser(), folder=self.folder, **ports))
         self.environment = {**os.environ, "SLURM_CONF": str(conf)}
         self._start("munged", "--foreground", *self._munge("socket", "pid", "log", "seed"), f"--key-file={key}")
         self._start("slurmctld", "-D", "-c")
@@ -106,7 +104,7 @@ class OneNode:
         return subprocess.run(arguments, env=self.environment, capture_output=True, text=True, cwd=cwd)
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what Slurm knows about a job, by the names of scontrol. Times are Unix times."""
+        """Return the fields of a job by their names in scontrol. Times are Unix times."""
         shown = self.command("env", "SLURM_TIME_FORMAT=%s", "scontrol", "show", "job", number).stdout
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
@@ -119,7 +117,7 @@ class OneNode:
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
-            daemon.wait(60)
+            daemon.wait(timeout=60)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

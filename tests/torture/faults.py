@@ -1,7 +1,7 @@
 """Kill one rank of a run, or let the disk refuse, at one of its file operations.
 
-Operations on files under run.dir are counted by place and kind: open, each write, rename, remove, sync. A write with a
-fault writes half of its data.
+Operations on files under run.dir are counted by place (the file or folder in run.dir) and kind: open, each write,
+rename, remove, sync. A write with a fault writes half of its data.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import forks
 import pyarrow.parquet
 
-# Environment variable with JSON: {"folder", "rank", "log"} counts operations, and {"folder", "rank", "where", "at",
-# "fault", "lasting"} injects a fault into the at-th operation that is called where = "place: kind".
+# Environment variable with JSON: {"folder", "rank", "log"} counts operations, and {"folder", "rank", "operation",
+# "number", "fault", "lasting"} injects a fault into the number-th call of the operation "place: kind".
 KEY = "TORTURE"
 KILL = "SIGKILL"
 _CREATE = ("open to write", "mkdir", "rename", "replace", "write_table")
@@ -54,7 +54,7 @@ class Faults:
         self.settings = settings
         self.pid = os.getpid()
         self.lock = threading.Lock()
-        self.hit = False
+        self.injected = False
         self.counts: collections.Counter[str] = collections.Counter()
         for owner, name in (*_CALLS, (shutil, "rmtree")):
             setattr(owner, name, self._wrapped(getattr(owner, name)))
@@ -64,22 +64,22 @@ class Faults:
     def operation(self, kind: str, place: str, file: object = None, half: Callable[[], object] = lambda: None) -> None:
         """Count an operation before it happens, and inject the fault if it is due. half: does half of the operation."""
         fault = self.settings.get("fault")
-        where = f"{place}: {kind}"
+        name = f"{place}: {kind}"
         with self.lock:
-            self.counts[where] += 1
-            due = where == self.settings.get("where") and self.counts[where] == self.settings["at"]
-            again = self.hit and self.settings.get("lasting") and kind in DISK.get(str(fault), ())
-            self.hit = self.hit or due
-        if not due and not again:
+            self.counts[name] += 1
+            due = name == self.settings.get("operation") and self.counts[name] == self.settings["number"]
+            repeated = self.injected and self.settings.get("lasting") and kind in DISK.get(str(fault), ())
+            self.injected = self.injected or due
+        if not due and not repeated:
             return
         if due:
-            print(f"torture: {fault}, {where}, time {self.counts[where]}", file=sys.stderr, flush=True)
+            print(f"torture: {fault}, {name}, time {self.counts[name]}", file=sys.stderr, flush=True)
             half()
         if fault == KILL:
             os.kill(self.pid, signal.SIGKILL)
-        named = () if file is None or isinstance(file, int) else (str(file),)  # Errors of open files have no name.
+        file_name = () if file is None or isinstance(file, int) else (str(file),)  # Errors of open files have no name.
         number = getattr(errno, str(fault))
-        raise OSError(number, os.strerror(number), *named)
+        raise OSError(number, os.strerror(number), *file_name)
 
     def _place(self, file: Any, folder: int | None = None) -> str:
         """Return the part of run.dir that a file belongs to, or "" for any other file."""
@@ -146,7 +146,7 @@ class _CountedFile(io.FileIO):
         self._place_in_run = place
 
     def write(self, data: Any) -> int:
-        half = memoryview(data).cast("B")
-        half = half[: len(half) // 2]
-        self._faults.operation("write", self._place_in_run, None, lambda: super(_CountedFile, self).write(half))
+        view = memoryview(data).cast("B")
+        half = view[: len(view) // 2]
+        self._faults.operation("write", self._place_in_run, half=lambda: super(_CountedFile, self).write(half))
         return super().write(data)

@@ -45,12 +45,13 @@ QUICK = settings(
 
 
 def spoiled(data: bytes, spoil: tuple[float, int, bytes]) -> bytes:
-    at = int(spoil[0] * len(data))
-    return data[:at] + spoil[2] + data[at + spoil[1] :]
+    position, removed, inserted = spoil
+    begin = int(position * len(data))
+    return data[:begin] + inserted + data[begin + removed :]
 
 
 def with_value(raw: Any, place: int, value: Any) -> Any:
-    """Return a copy of a JSON object with one value replaced, at any depth."""
+    """Return a copy of a JSON object with one value replaced, at any depth. place: a number that selects the value."""
     keys = sorted(raw)
     key = keys[place % len(keys)]
     inner = raw[key]
@@ -97,12 +98,12 @@ def read_model(folder: Path) -> None:
 
 @QUICK
 @given(st.integers(0, 500), VALUES, st.none() | SPOIL, st.booleans())
-def test_spoiled_models(model, tmp_path, place, value, spoil, header):
+def test_spoiled_models(model, tmp_path, place, value, spoil, in_header):
     config = (model / CONFIG).read_bytes()
     weights = (model / WEIGHTS).read_bytes()
     size = int.from_bytes(weights[:8], "little")
     table = weights[8 : 8 + size]
-    if header:  # change the header of the weights, not config.json
+    if in_header:  # of the weights; else in config.json
         table = json.dumps(with_value(json.loads(table), place, value)).encode()
         content = struct.pack("<Q", len(table)) + table + weights[8 + size :]
         weights = content if spoil is None else spoiled(weights, spoil)
@@ -130,7 +131,7 @@ def test_spoiled_rows(tmp_path, place, value, spoil):
 @given(st.integers(0, 500), VALUES, st.none() | SPOIL)
 def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
     """run.json is spoiled, and the manifest has the hash of the spoiled file."""
-    now = fingerprint(Config(), read_shape(model), {})
+    current = fingerprint(Config(), read_shape(model), {})
     run = {
         "step": 3,
         "optimizers_that_have_stepped": [""],
@@ -145,7 +146,7 @@ def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
         "elapsed_s": 4.0,
         "started_at": 0.0,
         "best": None,
-        "fingerprint": now,
+        "fingerprint": current,
     }
     step = tmp_path / "checkpoints" / "step_00000003"
     step.mkdir(parents=True, exist_ok=True)
@@ -156,7 +157,7 @@ def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
         folders.write_manifest(step)
         saved = checkpoint.find(step.parent)
         assert saved
-        check_fingerprint(read_state(saved).fingerprint, now, saved)
+        check_fingerprint(read_state(saved).fingerprint, current, saved)
 
     (step / checkpoint.RUN).write_text(json.dumps(run))
     assert accepted(resume)

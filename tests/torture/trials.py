@@ -63,21 +63,22 @@ class Outcome:
             metrics=rows(directory),
             summary={k: v for k, v in summary.items() if k not in _TIMED},
             records={
-                str(m): (rollout_log.read_groups(folder, m), rollout_log.read_rollouts(folder, m))
-                for m in rollout_log.entries(folder)
+                str(entry): (rollout_log.read_groups(folder, entry), rollout_log.read_rollouts(folder, entry))
+                for entry in rollout_log.entries(folder)
             },
             weights=(directory / "model" / "model.safetensors").read_bytes(),
         )
 
     def difference(self, directory: Path, messages: str, disk_fault: bool) -> str:
-        """Return what differs in another run, or which temporary files it leaves behind; "" for nothing.
+        """Return the parts that differ in another run, or the temporary files that it leaves; "" if there are none.
 
         messages: stderr of all its starts. A disk fault may cost a file that a warning names.
         """
         other = Outcome.read(directory)
         warned = [part for part, file in _FILES.items() if f"warning: {directory / file}:" in messages]
         differing = [part for part in vars(self) if getattr(self, part) != getattr(other, part)]
-        if wrong := [part for part in differing if not (disk_fault and part in warned)]:
+        wrong = [part for part in differing if not (disk_fault and part in warned)]
+        if wrong:
             return f"other {', '.join(wrong)}"
         leftovers = [path.name for path in directory.rglob("*") if path.name.endswith((".writing", ".tmp"))]
         return f"left behind: {leftovers}" if leftovers and not disk_fault else ""
@@ -99,21 +100,21 @@ class Torture:
         make_model(config, model)
         self.words = [str(config), f"model.path={model}", *reward_letters(config), *OPTIONS]
 
-        done = self.start(self.root / "whole")
-        assert done.returncode == 0, done.stderr
+        result = self.start(self.root / "whole")
+        assert result.returncode == 0, result.stderr
         self.expected = Outcome.read(self.root / "whole")
         assert sum(line["updates"] for line in self.expected.metrics) > 1
         half = self.root / "half"
-        done = self.start(half, {"rank": 0, "where": "metrics.jsonl: write", "at": 2, "fault": faults.KILL})
-        assert done.returncode == -9, done.stderr
+        result = self.start(half, {"rank": 0, "operation": "metrics.jsonl: write", "number": 2, "fault": faults.KILL})
+        assert result.returncode == -9, result.stderr
 
     def count(self) -> None:
         """Count the file operations of both stages."""
         for stage, rank in itertools.product(STAGES, range(RANKS)):
             directory = self.begin(stage)
             log = self.root / "log"
-            done = self.start(directory, {"rank": rank, "log": str(log)})
-            assert done.returncode == 0, done.stderr
+            result = self.start(directory, {"rank": rank, "log": str(log)})
+            assert result.returncode == 0, result.stderr
             self.operations[stage, rank] = json.loads(log.read_text())
 
     def start(self, directory: Path, fault: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
@@ -126,7 +127,7 @@ class Torture:
             return subprocess.CompletedProcess(words, 124, "", "does not end")
 
     def begin(self, stage: str) -> Path:
-        """Return the run folder of a trial: empty, or the one of the killed run."""
+        """Return the run folder of a trial: a new path, or a copy of the folder of the killed run."""
         directory = self.root / "run"
         shutil.rmtree(directory, ignore_errors=True)
         if stage == RESUMED:
@@ -134,7 +135,7 @@ class Torture:
         return directory
 
     def choose(self, rng: random.Random, fault: str) -> tuple[str, dict[str, Any]]:
-        """Return a stage and a fault. All places of a run have the same probability."""
+        """Return a stage and a fault. All places in run.dir have the same probability."""
         stage = rng.choice(STAGES)
         rank = rng.randrange(RANKS)
         by_place = collections.defaultdict(list)
@@ -143,9 +144,9 @@ class Torture:
             if fault == faults.KILL or kind in faults.DISK[fault]:
                 by_place[place].append(operation)
         operation = rng.choice(by_place[rng.choice(sorted(by_place))])
-        at = rng.randint(1, self.operations[stage, rank][operation])
+        number = rng.randint(1, self.operations[stage, rank][operation])
         lasting = fault != faults.KILL and rng.random() < 0.5
-        return stage, {"rank": rank, "where": operation, "at": at, "fault": fault, "lasting": lasting}
+        return stage, {"rank": rank, "operation": operation, "number": number, "fault": fault, "lasting": lasting}
 
     def trial(self, stage: str, fault: dict[str, Any]) -> tuple[str, str]:
         """Start a run with a fault, then restart it until it ends.
@@ -153,37 +154,37 @@ class Torture:
         Returns how the first start ended, and a description of the problem, "" if there is none.
         """
         directory = self.begin(stage)
-        done = self.start(directory, fault)
-        end, problem = _ended(done, fault["fault"], directory)
-        messages = done.stderr
-        for _ in range(STARTS):
-            if done.returncode == 0 or problem:
+        result = self.start(directory, fault)
+        end, problem = _ended(result, fault["fault"], directory)
+        messages = result.stderr
+        for _start in range(STARTS):
+            if result.returncode == 0 or problem:
                 break
-            done = self.start(directory)
-            messages += done.stderr
-        if done.returncode and not problem:
-            problem = f"does not end: {done.returncode} {done.stderr[-2000:]}"
+            result = self.start(directory)
+            messages += result.stderr
+        if result.returncode and not problem:
+            problem = f"does not end: {result.returncode} {result.stderr[-2000:]}"
         if not problem:
             assert self.expected
-            problem = self.expected.difference(directory, messages, fault["fault"] in faults.DISK)
+            problem = self.expected.difference(directory, messages, disk_fault=fault["fault"] in faults.DISK)
         return end, problem
 
 
-def _ended(done: subprocess.CompletedProcess[str], fault: str, directory: Path) -> tuple[str, str]:
+def _ended(result: subprocess.CompletedProcess[str], fault: str, directory: Path) -> tuple[str, str]:
     """Return how a start with a fault ended, and a description of the problem, "" if there is none."""
-    if "Traceback" in done.stderr or done.returncode == 124:
-        return "wrong", done.stderr[-3000:]
-    if "torture: " not in done.stderr:
-        return "ended before the fault", "" if done.returncode == 0 else done.stderr[-2000:]
-    if done.returncode == 0:
-        return "continued with a warning" if re.search("^warning: ", done.stderr, re.M) else "continued", ""
+    if "Traceback" in result.stderr or result.returncode == 124:
+        return "wrong", result.stderr[-3000:]
+    if "torture: " not in result.stderr:
+        return "ended before the fault", "" if result.returncode == 0 else result.stderr[-2000:]
+    if result.returncode == 0:
+        return "continued with a warning" if re.search("^warning: ", result.stderr, re.M) else "continued", ""
     # The other rank may notice the death before the launcher does.
-    if fault == faults.KILL and (done.returncode == -9 or "another rank has died" in done.stderr):
+    if fault == faults.KILL and (result.returncode == -9 or "another rank has died" in result.stderr):
         return "killed", ""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("brorl: ")]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("brorl: ")]
     reason = os.strerror(getattr(faults.errno, fault, 0))
     named = any(reason in line and str(directory) in line for line in lines)
-    return "one line", "" if named else f"exit {done.returncode} names no file: {done.stderr[-2000:]}"
+    return "one line", "" if named else f"exit {result.returncode} names no file: {result.stderr[-2000:]}"
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 // emulation/machine.h.
 #pragma once
 
-#include <math.h>  // not <cmath>: kernels say exp, and mean that of their type
+#include <math.h>  // not <cmath>: kernels call exp without std::, for float and double
 
 #include <cstdint>
 #include <cstring>
@@ -27,7 +27,7 @@ inline void __syncthreads(Place place = Place::here()) { emulation::meet_block(p
 
 namespace emulation {
 
-// Return the value of lane `from`, or the own one if `from` is outside of the warp.
+// Return the value of lane `from`, or this lane's value if `from` is outside of the warp.
 template <typename T>
 T shuffle(unsigned mask, T value, unsigned from, Place place) {
   static_assert(sizeof(T) <= sizeof(uint64_t));

@@ -15,8 +15,8 @@ from megatron_brorl.train.experience import rollout_advantages, token_advantages
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes
 from megatron_brorl.types import Prompt, PromptGroup
 
-LENGTHS = [3, 1, 5, 2]
-EARNED = [0.75, -1.5, 0.25, 1.0]
+LENGTHS = [3, 1, 5, 2]  # tokens of each response
+REWARDS_OF_ROWS = [0.75, -1.5, 0.25, 1.0]
 OPS = [backend(name, torch.device("cpu")) for name in ("fused", "reference")]
 
 
@@ -32,9 +32,9 @@ def test_kl_in_the_reward(replicas, ops, kind):
     g = torch.Generator().manual_seed(1)
     kl = [torch.randn(n, generator=g) for n in LENGTHS]
     algo = AlgoConfig(advantage=kind, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
-    v = [torch.zeros(n) for n in LENGTHS] if kind == "gae" else None
-    advantages, returns, _ = token_advantages(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
-    raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(EARNED, kl, strict=True)]
+    values = [torch.zeros(n) for n in LENGTHS] if kind == "gae" else None
+    advantages, returns, _ = token_advantages(torch.tensor(REWARDS_OF_ROWS), LENGTHS, values, kl, algo, ops, replicas)
+    raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(REWARDS_OF_ROWS, kl, strict=True)]
     flat = [a for row in raw for a in row]
     mean, std = (0.0, 1.0) if kind in ("grpo", "maxrl") else (statistics.fmean(flat), statistics.pstdev(flat))
     for advantage_row, row in zip(advantages, raw, strict=True):
@@ -46,7 +46,7 @@ def test_kl_in_the_reward(replicas, ops, kind):
 def test_no_rows_and_equal_returns(replicas, ops):
     """A replica without rows takes part; equal returns give advantages of 0 and no explained variance."""
     algo = AlgoConfig(advantage="gae")
-    advantages, returns, _ = token_advantages(torch.zeros(0), [], [], None, algo, ops, replicas)
+    advantages, returns, _ = token_advantages(torch.zeros(0), [], [], kl=None, algo=algo, ops=ops, replicas=replicas)
     assert len(advantages) == len(returns) == 0
     zeros = [torch.zeros(2), torch.zeros(3)]
     advantages, _, metrics = token_advantages(torch.ones(2), [2, 3], zeros, None, algo, ops, replicas)
@@ -54,17 +54,17 @@ def test_no_rows_and_equal_returns(replicas, ops):
     assert math.isnan(metrics["explained_variance"])
 
 
-GROUPS = [PromptGroup(Prompt(f"row{i}", "", (1,), "4", "exact"), 0, i) for i in range(3)]
+GROUPS = [PromptGroup(Prompt(f"row{i}", "", (1,), "4", "exact"), round=0, index=i) for i in range(3)]
 REWARDS = [[0.0, 1.0, None, 0.0], [1.0] * 4, [0.25, 0.5, 0.25, None]]
 
 
 def outcomes():
     table = [[math.nan if r is None else r for r in row] for row in REWARDS]
     state = [[LOST if r is None else (STOP, LENGTH)[i % 2] for i, r in enumerate(row)] for row in REWARDS]
-    none = torch.zeros(3, 4).long()
+    zeros = torch.zeros(3, 4).long()
     rewards = torch.tensor(table).nan_to_num(0.0)
-    tokens = torch.ones(3, 4).long()
-    return Outcomes(torch.tensor(state), rewards, rewards == 1, tokens, tokens, none, none, none, kept=[0, 1, 2])
+    ones = torch.ones(3, 4).long()
+    return Outcomes(torch.tensor(state), rewards, rewards == 1, ones, ones, zeros, zeros, zeros, kept=[0, 1, 2])
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -73,29 +73,28 @@ def test_rollout_advantages(ops, kind):
     """Mixed, all-right and partly-right groups with lost siblings."""
     algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"))
     advantages = rollout_advantages(outcomes(), GROUPS, algo, ops)
-    alive = [[r for r in row if r is not None] for row in REWARDS]
-    centred = [[r - statistics.fmean(row) for r in row] for row in alive]
+    survivors = [[r for r in row if r is not None] for row in REWARDS]
+    centred = [[r - statistics.fmean(row) for r in row] for row in survivors]
+    pairs = list(zip(centred, survivors, strict=True))
     if kind == "grpo":
-        expected = [
-            [x / (statistics.stdev(row) + 1e-6) for x in part] for part, row in zip(centred, alive, strict=True)
-        ]
+        expected = [[x / (statistics.stdev(rewards) + 1e-6) for x in row] for row, rewards in pairs]
     elif kind == "maxrl":
-        expected = [[x / statistics.fmean(row) for x in part] for part, row in zip(centred, alive, strict=True)]
+        expected = [[x / statistics.fmean(rewards) for x in row] for row, rewards in pairs]
     elif kind == "pass_at_k":
-        expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # both others are wrong
+        expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # of the right one: pass@2 without it is 0
     else:
         expected = centred
     if kind in ("pass_at_k", "reinforce_pp_baseline"):
         flat = [x for row in expected for x in row]
         mean = statistics.fmean(flat)
         std = statistics.pstdev(flat)
-        kl = replace(algo, kl_coef=0.1, kl_in="reward")  # token_advantages whitens in that case
-        table = rollout_advantages(outcomes(), GROUPS, kl, ops)
+        kl_algo = replace(algo, kl_coef=0.1, kl_in="reward")  # With these settings token_advantages whitens instead.
+        table = rollout_advantages(outcomes(), GROUPS, kl_algo, ops)
         assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
         expected = [[(x - mean) / std for x in row] for row in expected]
     for row, rewards, expected_row in zip(advantages.tolist(), REWARDS, expected, strict=True):
-        of_survivors = iter(expected_row)
-        assert row == pytest.approx([0.0 if r is None else next(of_survivors) for r in rewards], abs=1e-6, rel=1e-5)
+        survivor_values = iter(expected_row)
+        assert row == pytest.approx([0.0 if r is None else next(survivor_values) for r in rewards], abs=1e-6, rel=1e-5)
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -104,8 +103,9 @@ def test_rewards_at_the_mean_of_their_group_have_no_advantage(ops, kind):
     """The second reward is the mean in decimals, not in float32. Tokens with an advantage may count as clipped."""
     groups = [(0.1, 0.2, 0.3), (-1.1, 0.3, 1.7), (100.1, 100.2, 100.3), (1e-3, 2e-3, 3e-3), (0.95,) * 3, (0.1,) * 3]
     rewards = torch.tensor(groups)
-    none = torch.zeros(6, 3).long()
-    table = Outcomes(none + STOP, rewards, rewards == 1, none + 1, none + 1, none, none, none, kept=list(range(6)))
+    zeros = torch.zeros(6, 3).long()
+    ones = zeros + 1
+    table = Outcomes(zeros + STOP, rewards, rewards == 1, ones, ones, zeros, zeros, zeros, kept=list(range(6)))
     advantages = rollout_advantages(table, GROUPS * 2, AlgoConfig(advantage=kind), ops)
     assert advantages.sign().tolist() == [[-1, 0, 1]] * 4 + [[0] * 3] * 2
 

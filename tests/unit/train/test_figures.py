@@ -17,7 +17,7 @@ from megatron_brorl.tracking.timeline import Span, Timeline
 from megatron_brorl.train import throughput
 from megatron_brorl.train.console import console_line
 
-# Four ranks; the second is the slow one.
+# Seconds and counts of four ranks; the second rank is the slow one.
 RANKS = {
     "generate": [6.0, 10.0, 8.0, 8.0],
     "score": [0.0, 0.0, 0.0, 0.0],
@@ -37,7 +37,7 @@ RANKS = {
     "wall_train": [50.0, 50.0, 50.0, 50.0],
     "wall_step": [80.0, 80.0, 80.0, 80.0],
 }
-PROMPTS = {"prompt_tokens": 16.0, "prompt_found": 12.0}  # of a call of generate
+PROMPTS = {"prompt_tokens": 16.0, "prompt_found": 12.0}  # counts of one call of generate
 COLUMNS = {name: np.array(values) for name, values in RANKS.items()}
 
 
@@ -54,7 +54,7 @@ def test_waiting_times_of_ranks():
 
 
 def test_throughput_per_device():
-    figures = throughput.throughput(COLUMNS, 4000.0, peak=1e12)
+    figures = throughput.throughput(COLUMNS, trained_tokens=4000.0, peak=1e12)
     assert figures["throughput/tokens_per_s"] == 8000 / 80 / 4
     assert figures["throughput/generate_tokens_per_s"] == 8000 / 10 / 4
     assert figures["throughput/train_tokens_per_s"] == 4000 / 50 / 4
@@ -62,7 +62,7 @@ def test_throughput_per_device():
     assert figures["throughput/update_mfu"] == pytest.approx(24 / 40 / 4)  # the peak is one TFLOP/s
     assert figures["throughput/forward_mfu"] == pytest.approx(4 / 5 / 4)
     assert figures["throughput/mfu"] == pytest.approx(28 / 80 / 4)
-    unknown = throughput.throughput(COLUMNS, 4000.0, peak=None)
+    unknown = throughput.throughput(COLUMNS, trained_tokens=4000.0, peak=None)
     assert unknown == {name: value for name, value in figures.items() if "mfu" not in name}
 
 
@@ -74,12 +74,11 @@ def test_seconds_of_a_rank_exclude_waiting():
         Span("reduce gradients", 8.0, 11.0, {}),
         Span("optimizer step", 6.0, 12.0, {"flops": 21.0}),
     ]
-    own = throughput.rank_values(Timeline(spans=spans))
-    assert own["train"] == 2.0 + 6.0 - 3.0
-    assert (own["generate"], own["sampled_tokens"]) == (4.0, 80.0)
-    assert (own["update_s"], own["update_flops"], own["forward_s"], own["forward_flops"]) == (6.0, 21.0, 2.0, 7.0)
-    assert (own["kv_peak"], own["kv_sum"], own["kv_turns"]) == (0.5, 7.5, 50.0)
-    assert (own["prompt_tokens"], own["prompt_found"]) == (32.0, 24.0)
+    values = throughput.rank_values(Timeline(spans=spans))
+    expected = {"generate": 4.0, "sampled_tokens": 80.0, "train": 2.0 + 6.0 - 3.0, "update_s": 6.0}
+    expected |= {"update_flops": 21.0, "forward_s": 2.0, "forward_flops": 7.0, "kv_peak": 0.5, "kv_sum": 7.5}
+    expected |= {"kv_turns": 50.0, "prompt_tokens": 32.0, "prompt_found": 24.0}
+    assert {name: values[name] for name in expected} == expected
 
 
 class Writer:
@@ -100,11 +99,12 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
         "train": {"steps": 3},
         "algo": {"mini_batches": 2},
     }
-    engine, writer = fakes.Engine(), Writer()
-    trainer = make_trainer(model[0], processes, configured(changes), engine)
-    trainer.held_out, trainer.save = [], lambda *_, **__: None
-    with progress(3, "train", enabled=False) as p:
-        trainer.run(writer, p, lambda: False)
+    writer = Writer()
+    trainer = make_trainer(model[0], processes, configured(changes), fakes.Engine())
+    trainer.held_out = []
+    trainer.save = lambda *_, **__: None
+    with progress(3, "train", enabled=False) as display:
+        trainer.run(writer, display, lambda: False)
 
     # A single rank never waits, and the numbers of sampled and trained tokens are known.
     for _, metrics, seconds in writer.rows:
@@ -144,7 +144,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_run(processes, tmp_path, capfd):
     (tmp_path / "traces").write_text("a file where the folder should be")
-    throughput.write_trace(tmp_path / "traces" / "step_000001.json", Timeline(), 0, 0.0)
+    throughput.write_trace(tmp_path / "traces" / "step_000001.json", Timeline(), rank=0, origin=0.0)
     assert "this trace is missing" in capfd.readouterr().err
 
 
@@ -153,7 +153,8 @@ def test_flops_equal_a_count_by_hand(model):
     from megatron_brorl.families.shape import read_shape
     from megatron_brorl.parallel.flops import forward_flops, peak_of, training_flops
 
-    shape, g = read_shape(model[0]), torch.Generator().manual_seed(0)
+    shape = read_shape(model[0])
+    g = torch.Generator().manual_seed(0)
     prompts = [torch.arange(9)] * 4 + [torch.arange(5)] * 3
     responses = [torch.randint(0, 50, (n,), generator=g) for n in (3, 7, 1, 12, 4, 4, 9)]
     matrices = sum(p.numel() for name, p in model[1].named_parameters() if p.ndim == 2 and "embed" not in name)
@@ -162,7 +163,8 @@ def test_flops_equal_a_count_by_hand(model):
     for share in (False, True):
         batches = pack(prompts, responses, 1000, share=share)
         tokens = sum(len(b.input_ids) for b in batches)
-        assert tokens == (14 + sum(len(r) - 1 for r in responses) if share else 9 * 4 + 5 * 3 + 33)
+        prompt_tokens = 9 + 5 if share else 4 * 9 + 3 * 5
+        assert tokens == prompt_tokens + sum(len(r) - 1 for r in responses)
         rows = [(len(p), len(p) + len(r) - 1) for p, r in zip(prompts, responses, strict=True)]
         pairs = sum(i + 1 for begin, end in rows for i in range(begin if share else 0, end))
         pairs += sum(i + 1 for n in (9, 5) for i in range(n)) if share else 0

@@ -44,7 +44,7 @@ def test_the_step_trains_on_the_scores_of_groups_without_lost_rollouts(processes
     """The function gives rewards, the verifier correctness. The third group's call times out: it is not trained on."""
     (tmp_path / "mine.py").write_text(SCORE.format(first="while row['id'] == 'p/2': pass"))
     prompts = [replace(p, answer="") for p in fakes.prompts(3)]  # only an empty answer is right
-    with RewardPool(1, 2.0) as pool:
+    with RewardPool(workers=1, timeout_s=2.0) as pool:
         values = step(model, processes, pool, prompts, reward={"group_function": f"{tmp_path}/mine.py:score"})
     groups = []
     for prompt in prompts[:2]:
@@ -53,7 +53,7 @@ def test_the_step_trains_on_the_scores_of_groups_without_lost_rollouts(processes
         groups.append((prompt, rows, [float(a is not None and len(a) > mean) for a in answers]))
     assert_update(values, model[1], groups, configured({}).algo.is_cap)
     assert (values["group_errors"], values["kept_share"]) == (1 / 3, 2 / 3)
-    assert values["reward"] == pytest.approx(sum(sum(g[2]) for g in groups) / (3 * N - len(LOST)))
+    assert values["reward"] == pytest.approx(sum(sum(rewards) for _, _, rewards in groups) / (3 * N - len(LOST)))
     assert values["all_wrong_share"] == sum("" not in survivors(prompt)[2] for prompt in prompts) / 3
 
 
@@ -69,7 +69,7 @@ def test_scores_that_are_missing_or_not_finite_end_the_run(processes, model, tmp
     (tmp_path / "mine.py").write_text(SCORE.format(first=first))
     reward = {"group_function": f"{tmp_path}/mine.py:score"}
     with pytest.raises(UserError, match=f"^step 1: reward.group_function = .*/mine.py:score:? {message}"):
-        step(model, processes, fakes.Pool(), fakes.prompts(1, 1), reward=reward)
+        step(model, processes, fakes.Pool(), fakes.prompts(1, first=1), reward=reward)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_scores_that_are_missing_or_not_finite_end_the_run(processes, model, tmp
 def test_a_function_that_fails_before_the_run_is_refused(tmp_path, body, message):
     (tmp_path / "mine.py").write_text(f"def score(row, responses, answers):\n    {body}\n")
     with pytest.raises(UserError, match=f"^reward.group_function = .*/mine.py:score: {message}"):
-        try_group_function(fakes.Pool(), f"{tmp_path}/mine.py:score", fakes.prompts(2), 4)
+        try_group_function(fakes.Pool(), f"{tmp_path}/mine.py:score", fakes.prompts(2), n=4)
 
 
 def test_a_function_is_tried_with_references_and_prompts(tmp_path):
@@ -96,10 +96,10 @@ def score(row, responses, answers):
 """)
     first, second = fakes.prompts(2)
     prompts = [replace(first, text="2 + 2", metadata={"level": 1}), replace(second, text="2 + 3", answer="5")]
-    own = f"{tmp_path}/mine.py:score"
-    assert try_group_function(fakes.Pool(), own, prompts[:1], 4) == []
-    (warning,) = try_group_function(fakes.Pool(), own, prompts, 4)
-    assert warning.startswith(f"reward.group_function = {own}: ZeroDivisionError")
+    function = f"{tmp_path}/mine.py:score"
+    assert try_group_function(fakes.Pool(), function, prompts[:1], n=4) == []
+    (warning,) = try_group_function(fakes.Pool(), function, prompts, n=4)
+    assert warning.startswith(f"reward.group_function = {function}: ZeroDivisionError")
     assert "for a group of row p/1" in warning
 
 
@@ -121,15 +121,16 @@ def test_votes_are_compared_with_reference_answers(processes, model):
     answers = ["", "7", None, ""]
     prompts = [replace(p, answer=a) for p, a in zip(fakes.prompts(4), answers, strict=True)]
     prompts[2] = replace(prompts[2], verifier="none")
-    shares = [own.count("") / len(own) for own in (survivors(prompt)[2] for prompt in prompts)]
+    answers_of_prompts = [survivors(prompt)[2] for prompt in prompts]
+    shares = [row.count("") / len(row) for row in answers_of_prompts]
     least = sorted(shares)[1]
-    with RewardPool(1, 9.0) as pool:
+    with RewardPool(workers=1, timeout_s=9.0) as pool:
         reward = {"group_function": "majority", "majority_share": least}
         values = step(model, processes, pool, prompts, reward=reward)
     assert values["kept_share"] == sum(share >= least for share in shares) / 4 < 1
     assert values["majority_share"] == pytest.approx(sum(shares) / 4)
-    used = [a == "" for a, share in zip(answers, shares, strict=True) if share >= least and a is not None]
-    assert values["majority_right_share"] == pytest.approx(sum(used) / len(used))
+    votes_right = [a == "" for a, share in zip(answers, shares, strict=True) if share >= least and a is not None]
+    assert values["majority_right_share"] == pytest.approx(sum(votes_right) / len(votes_right))
 
 
 def quarters(answer):
@@ -140,8 +141,11 @@ def quarters(answer):
 
 @pytest.mark.parametrize("judge", [lambda answer: float(fakes.reward(answer)), quarters], ids=["0 and 1", "quarters"])
 def test_the_gradient_of_a_subset_equals_a_float64_loop(processes, model, judge):
-    """Only 7 rollouts of a group are in the update, with advantages from all that are not lost."""
-    k, pool, groups, factors = 7, fakes.Pool(), [], {}
+    """Only 7 rollouts of a group are in the update. Their advantages depend on all surviving rollouts."""
+    k = 7
+    groups = []
+    factors = {}  # see by_hand.update
+    pool = fakes.Pool()
     pool.judge = judge
     values = step(model, processes, pool, fakes.prompts(2), algo={"train_on": k}, reward={"cut_off_factor": 1.0})
     for prompt in fakes.prompts(2):
@@ -149,7 +153,7 @@ def test_the_gradient_of_a_subset_equals_a_float64_loop(processes, model, judge)
         rewards = [judge(text) for text in texts]
         groups.append((prompt, rows, rewards))
         ranked = sorted(rewards)
-        subsets = [ranked[: k - i] + ranked[len(ranked) - i :] for i in range(k + 1)]
+        subsets = [ranked[: k - i] + ranked[len(ranked) - i :] for i in range(k + 1)]  # k - i lowest, i highest rewards
         occur = Counter(max(subsets, key=statistics.pvariance))
         tokens = sum(len(row) for row, reward in zip(rows, rewards, strict=True) if reward in occur)
         for reward, count in occur.items():

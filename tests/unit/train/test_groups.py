@@ -16,13 +16,7 @@ from megatron_brorl.config.schema import AlgoConfig, Config, RolloutConfig, Shap
 from megatron_brorl.train.carried_groups import staleness, with_own_tensors
 from megatron_brorl.train.diagnostics import MAX_POSITION, _TokenMetrics
 from megatron_brorl.train.experience import shape_rewards
-from megatron_brorl.train.groups import (
-    choose_subset,
-    gather_outcomes,
-    group_metrics,
-    mini_batches,
-    select_groups,
-)
+from megatron_brorl.train.groups import choose_subset, gather_outcomes, group_metrics, mini_batches, select_groups
 from megatron_brorl.types import Episode, Rollout, ScoredRollout, TrainingRollout
 
 # Rewards by sibling, eight each. None: lost; "cut": the rollout continues in the next step.
@@ -40,10 +34,10 @@ TABLE = [
 def row(group: int, sibling: int, reward: float | str) -> ScoredRollout:
     cut = reward == "cut"
     tokens = 1 + (group + sibling) % 3
-    rollout = Rollout(
-        sibling, torch.arange(tokens), torch.zeros(tokens), "cut" if cut else ("stop", "length")[group % 2]
-    )
-    return ScoredRollout(group, rollout, math.nan if cut else reward, reward == 1.0, (group + sibling) % 4)
+    finish = "cut" if cut else ("stop", "length")[group % 2]
+    rollout = Rollout(sibling, torch.arange(tokens), torch.zeros(tokens), finish)
+    answer = (group + sibling) % 4
+    return ScoredRollout(group, rollout, math.nan if cut else reward, right=reward == 1.0, answer=answer)
 
 
 def all_rows() -> list[ScoredRollout]:
@@ -57,8 +51,9 @@ def outcomes(processes):
 
 def test_metrics_are_over_survivors_of_closed_groups(outcomes):
     metrics = group_metrics(select_groups(outcomes))
-    alive = [(g, i, r) for g, rewards in enumerate(TABLE) if g != 5 for i, r in enumerate(rewards) if r is not None]
-    assert len(alive) == 7 + 8 + 7 + 1 + 0 + 6
+    closed = [(g, rewards) for g, rewards in enumerate(TABLE) if "cut" not in rewards]
+    alive = [(g, i, r) for g, rewards in closed for i, r in enumerate(rewards) if r is not None]
+    assert len(alive) == 29  # 7 + 8 + 7 + 1 + 0 + 6
     mean = sum(r for _, _, r in alive) / 29
     expected = {
         "reward": mean,
@@ -83,7 +78,8 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
     ]
     rows = []
     for i, (ids, sampled, spans) in enumerate(table):
-        episode = None if all(sampled) else Episode(torch.tensor([*sampled, True])[:-1], 1)
+        mask = torch.tensor([*sampled, True])[:-1]  # a view of a larger tensor, which with_own_tensors copies
+        episode = None if all(sampled) else Episode(mask, turns=1)
         rollout = Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), "stop", spans, episode)
         rows.append(ScoredRollout(0, rollout, float(i), right=False))
     outcomes = gather_outcomes(rows, 1, 3, ngram=2)
@@ -104,10 +100,10 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
     ]
     collected = SimpleNamespace(outcomes=select_groups(outcomes), rollouts=received)
     metrics = _TokenMetrics(config, 0, collected, SimpleNamespace(grid=processes), None)
-    for i, (tokens, sampled) in enumerate(zip(*(x[0].tolist() for x in metrics._first_tokens()), strict=True)):
-        ids, own, _ = table[i]
-        rest = MAX_POSITION - len(ids)
-        assert (tokens, sampled) == (ids + [-1] * rest, own + [False] * rest)
+    all_tokens, all_masks = (x[0].tolist() for x in metrics._first_tokens())
+    for (ids, sampled, _), tokens, mask in zip(table, all_tokens, all_masks, strict=True):
+        padding = MAX_POSITION - len(ids)
+        assert (tokens, mask) == (ids + [-1] * padding, sampled + [False] * padding)
 
 
 SPREADS = [
@@ -129,14 +125,15 @@ def test_no_subset_has_a_larger_variance(rewards, count):
     assert not (subsets & ~mask).any()
     subset = subsets[0].nonzero()[:, 0].tolist()
     assert len(subset) == min(count, 9)
-    best = max(statistics.pvariance([rewards[i] for i in s]) for s in combinations(range(9), len(subset)))
+    best = max(map(statistics.pvariance, combinations(rewards, len(subset))))
     assert statistics.pvariance([rewards[i] for i in subset]) == pytest.approx(best, rel=1e-9, abs=1e-12)
-    for value, chosen in Counter(rewards[i] for i in subset).items():
-        assert [i for i in subset if rewards[i] == value] == [i for i, r in enumerate(rewards) if r == value][:chosen]
+    for value, count_of_value in Counter(rewards[i] for i in subset).items():
+        with_value = [i for i, r in enumerate(rewards) if r == value]
+        assert [i for i in subset if rewards[i] == value] == with_value[:count_of_value]
 
 
 def chosen(groups, **algo):
-    """Return the rows that are trained on of groups of (reward, tokens, finish), the subset, and the kept groups."""
+    """Return the rows to train on, the subset and the kept groups. groups: (reward, tokens, finish) of each rollout."""
     rows = [
         ScoredRollout(g, Rollout(i, torch.zeros(tokens), torch.zeros(tokens), finish), reward, right=False)
         for g, group in enumerate(groups)
@@ -153,16 +150,17 @@ def test_the_expected_gradient_is_that_of_all_rollouts_whose_reward_occurs(proce
     """Every order of the rollouts is equally likely. The gradient of each rollout is a number of its own."""
     gradients = [3.0, -5.0, 8.0, 1.5, 0.25]
     facts = [(reward, 2 + i, "length" if i == 3 else "stop") for i, reward in enumerate(rewards)]
-    sums, sizes = [], set()
+    sums = []
+    sizes = set()
     for order in permutations(range(5)):
         rows, subset, _ = chosen([[facts[i] for i in order]], train_on=3, overlong_filter=filtered)
         weights = subset.weights([(r.group, r.rollout.index) for r in rows])
         sums.append(sum(w.loss * gradients[order[r.rollout.index]] for r, w in zip(rows, weights, strict=True)))
         sizes.add((round(sum(w.tokens for w in weights), 9), round(sum(w.sequences for w in weights), 9)))
-        occur = {r.reward for r in rows}
-    alike = [i for i, (r, _, finish) in enumerate(facts) if r in occur and not (filtered and finish == "length")]
-    assert statistics.mean(sums) == pytest.approx(sum(gradients[i] for i in alike), rel=1e-12)
-    assert sizes == {(sum(facts[i][1] for i in alike), len(alike))}
+        occurring = {r.reward for r in rows}
+    counted = [i for i, (r, _, finish) in enumerate(facts) if r in occurring and not (filtered and finish == "length")]
+    assert statistics.mean(sums) == pytest.approx(sum(gradients[i] for i in counted), rel=1e-12)
+    assert sizes == {(sum(facts[i][1] for i in counted), len(counted))}
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -173,6 +171,7 @@ def test_sibling_mini_batches_have_equal_shares_of_each_reward(processes, count)
     slots = [(r.group, r.rollout.index) for r in rows]
     batches = mini_batches(slots, kept, count, "siblings", subset.place)
     for group in range(3):
-        parts = [Counter(rows[i].reward for i in batch if rows[i].group == group) for batch in batches]
-        assert [p.total() for p in parts] == [18 // count] * count
-        assert all(max(p[r] for p in parts) - min(p[r] for p in parts) <= 1 for r in (0.0, 1.0))
+        counts = [Counter(rows[i].reward for i in batch if rows[i].group == group) for batch in batches]
+        assert [rewards.total() for rewards in counts] == [18 // count] * count
+        for reward in (0.0, 1.0):
+            assert max(rewards[reward] for rewards in counts) - min(rewards[reward] for rewards in counts) <= 1

@@ -18,7 +18,7 @@ from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.sft import sft, sft_optim
 from megatron_brorl.types import Demonstration
 
-R = math.sqrt(2) / 2
+R = math.sqrt(2) / 2  # cos(pi / 4)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_closed_forms(optim, total, expected):
 
 
 def last_rates(trainer, plan):
-    """Return the learning rate of the last optimizer step of each step; plan: whether a step has a signal."""
+    """Return the learning rates of actor and critic in the last update of each step. plan: whether it has a signal."""
     rates = []
     for signal in plan:
         trainer.runner.pool.all_right = not signal
@@ -100,9 +100,7 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     config = SftConfig(steps=5, examples_per_step=4, lr=1e-3)
     optim = sft_optim(config, OptimConfig(lr=7.0, lr_schedule="linear", min_lr_ratio=0.5))
     demonstrations = [*(Demonstration(ids, tuple(char == "1" for char in mask)) for ids, mask in RESPONSES[:-1]), None]
-    prompts = [
-        replace(p, answer="7", demonstration=own) for p, own in zip(fakes.prompts(4), demonstrations, strict=True)
-    ]
+    prompts = [replace(p, answer="7", demonstration=d) for p, d in zip(fakes.prompts(4), demonstrations, strict=True)]
     source = SimpleNamespace(prompts=lambda _start, _count: prompts)
     rows = []
     writer = SimpleNamespace(write=lambda _step, metrics, _seconds: rows.append(metrics))
@@ -113,8 +111,8 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     losses = []
     for prompt, (ids, mask) in zip(prompts, RESPONSES, strict=True):
         log_probs = exact(torch.tensor([[*prompt.token_ids, *ids]])).logits[0].log_softmax(-1)
-        at = zip(log_probs[len(prompt.token_ids) - 1 :], ids, mask, strict=False)
-        losses += [-row[token] for row, token, char in at if char == "1"]
+        tokens = zip(log_probs[len(prompt.token_ids) - 1 :], ids, mask, strict=False)
+        losses += [-row[token] for row, token, char in tokens if char == "1"]
     loss = torch.stack(losses).mean()
     loss.backward()
     norm = sum(float(p.grad.square().sum()) for p in exact.parameters()) ** 0.5

@@ -61,7 +61,7 @@ def assert_step_without(values, trainer, model, left_out):
     groups = first_step(trainer.config.run.seed, 3, N, TOKENS)
     assert_update(values, model[1], groups, trainer.config.algo.is_cap, left_out)
     assert (values["nonfinite_rows"], values["updates"], values["updates_skipped"]) == (len(left_out), 1, 0)
-    rewards = [r for _, _, of_group in groups for r in of_group]
+    rewards = [r for _, _, group_rewards in groups for r in group_rewards]
     assert values["reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert values["lost_share"] == 0
     assert all(math.isfinite(values[key]) for key in ("entropy", "approx_kl", "ratio_max", "logprob_gap_max"))
@@ -125,19 +125,15 @@ def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
         assert (values["critic_updates"], values["critic_updates_skipped"]) == (1, 0)
 
 
-@pytest.mark.parametrize("what", ["rows", "gradients"])
-def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, monkeypatch, what):
-    """After two such steps, a good one and three more, the run ends; the sixth step is saved."""
-    changes = {
-        "run": {"seed": 3, "dir": str(tmp_path)},
-        "train": {"steps": 20},
-        "theory": {"every": 0},
-    }
+@pytest.mark.parametrize("nonfinite", ["rows", "gradients"])
+def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, monkeypatch, nonfinite):
+    """Steps 1, 2, 4, 5 and 6 are not finite. The run ends after three in a row, and the sixth step is saved."""
+    changes = {"run": {"seed": 3, "dir": str(tmp_path)}, "train": {"steps": 20}, "theory": {"every": 0}}
     monkeypatch.setattr(trainer_module, "MAX_NONFINITE_STEPS", 3)
     trainer = trainer_of(model, processes, changes)
-    if what == "rows":
-        every = {(f"p/{i}", s): NAN for i in range(60) for s in range(N) if i // 3 != 2}
-        trainer.runner.engine.engine.nonfinite = every
+    if nonfinite == "rows":
+        rows = {(f"p/{i}", s): NAN for i in range(60) for s in range(N) if i // 3 != 2}  # 3 prompts per step
+        trainer.runner.engine.engine.nonfinite = rows
     else:
         poison_gradients(trainer.models.actor, lambda: trainer.state.step != 2)
     with pytest.raises(UserError) as caught:
@@ -165,24 +161,19 @@ def test_steps_that_count_as_nonfinite(figures, expected):
     assert count_nonfinite_steps(2, figures) == expected
 
 
-def break_weight(trainer, value=NAN):
-    name = "decoder.layers.2.mlp.linear_fc2.weight"
-    with torch.no_grad():
-        trainer.models.actor.actor.get_parameter(name)[1, 2] = value
-    return name
-
-
-def breaking(trainer):
+def break_a_weight(trainer):
     """Make a weight infinite in an optimizer step whose gradient is finite; return the weight's name."""
+    name = "decoder.layers.2.mlp.linear_fc2.weight"
     train = trainer.models.actor.train
 
-    def broken(*arguments):
-        done = train(*arguments)
-        break_weight(trainer, INF)
-        return done
+    def train_and_break(*arguments):
+        result = train(*arguments)
+        with torch.no_grad():
+            trainer.models.actor.actor.get_parameter(name)[1, 2] = INF
+        return result
 
-    trainer.models.actor.train = broken
-    return "decoder.layers.2.mlp.linear_fc2.weight"
+    trainer.models.actor.train = train_and_break
+    return name
 
 
 class Sums:
@@ -203,17 +194,18 @@ class Sums:
 )
 def test_sft_stops_if_not_finite(processes, model, lr, message):
     trainer = trainer_of(model, processes, {})
+    config = SftConfig(steps=5, examples_per_step=4)
     if not lr:
-        breaking(trainer)
+        break_a_weight(trainer)
     with pytest.raises(UserError) as caught:
-        sft(trainer.models.actor, Sums(), Sums(), SftConfig(5, 4), OptimConfig(lr), None, fakes.Notes())
+        sft(trainer.models.actor, Sums(), Sums(), config, OptimConfig(lr), None, fakes.Notes())
     assert str(caught.value).startswith(f"sft {message}")
     assert "nothing is exported" in str(caught.value)
 
 
 def test_nonfinite_weights_are_not_sent_to_engines(processes, model):
     trainer = trainer_of(model, processes, {})
-    name = breaking(trainer)
+    name = break_a_weight(trainer)
     engine = trainer.runner.engine.engine
     with pytest.raises(UserError, match=rf"^the state after 1 step, actor: weights that are not finite: {name}; "):
         trainer.train_step()

@@ -19,14 +19,13 @@ from megatron_brorl.train import recorder
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.types import Episode, PromptGroup, Rollout, ScoredRollout
 
-N, PROMPTS, MOST, SEED = 8, 5, 12, 3
-SAMPLED = {"n": N, "prompts": PROMPTS, "max_tokens": MOST}
+N, PROMPTS, TOKENS, SEED = 8, 5, 12, 3
+SAMPLED = {"n": N, "prompts": PROMPTS, "max_tokens": TOKENS}
 
 
 def trainer_of(model, grid, folder, run=None, **sections):
-    config = configured(
-        {"rollout": SAMPLED, "run": {"seed": SEED, "dir": str(folder.parent), **(run or {})}} | sections
-    )
+    run = {"seed": SEED, "dir": str(folder.parent), **(run or {})}
+    config = configured({"rollout": SAMPLED, "run": run} | sections)
     trainer = make_trainer(model[0], grid, config, fakes.Engine())
     folder.mkdir(exist_ok=True)
     trainer.recorder = Recorder(folder, config, fakes.Tokenizer().decode, (fakes.STOP,), grid.rank)
@@ -44,7 +43,7 @@ def test_step_is_recorded(processes, model, tmp_path):
     figures, seconds = [trainer.train_step() for _ in range(2)][1]
     assert seconds["record"] > 0
     prompts = fakes.prompts(PROMPTS, PROMPTS)
-    rows = [responses(SEED, p, N, MOST, stream=1) for p in prompts]
+    rows = [responses(SEED, p, N, TOKENS, stream=1) for p in prompts]
     rewards = np.array([list(map(right, group)) for group in rows])
     kept = [i for i, r in enumerate(rewards) if 0 < r.sum() < N]
 
@@ -67,16 +66,16 @@ def test_step_is_recorded(processes, model, tmp_path):
     recorded = read_rollouts(tmp_path / "rollouts", LogEntry("step", 1)).to_pylist()
     assert len(recorded) == 2 * N
     for r in recorded:
-        g, i = r["group"], r["sibling"]
-        row = rows[g][i]
-        assert r["prompt_id"] == prompts[g].id
+        group, i = r["group"], r["sibling"]
+        row = rows[group][i]
+        assert r["prompt_id"] == prompts[group].id
         assert r["token_ids"] == row
         assert r["tokens"] == len(row)
         assert r["log_probs"] == pytest.approx([fakes.log_prob(t, 1) for t in row], rel=1e-6)
         assert r["versions"] == [{"version": 1, "tokens": len(row)}]
-        assert (r["reward"], r["right"]) == (rewards[g, i], bool(rewards[g, i]))
-        if g in kept:
-            assert r["advantage"] == pytest.approx(advantages[g][i], rel=1e-5, abs=1e-6)
+        assert (r["reward"], r["right"]) == (rewards[group, i], bool(rewards[group, i]))
+        if group in kept:
+            assert r["advantage"] == pytest.approx(advantages[group][i], rel=1e-5, abs=1e-6)
         else:
             assert r["advantage"] is None
 
@@ -85,26 +84,26 @@ def test_step_is_recorded(processes, model, tmp_path):
         text = " ".join(map(str, row[:-1] if stopped else row))
         assert (r["text"], r["answer"], r["finish"]) == ((text, text, "stop") if stopped else (text, None, "length"))
         if stopped:
-            assert (r["reason"], r["status"], r["score"]) == (f"judged {text!r}", "ok", rewards[g, i])
-            assert dict(r["parts"]) == {"even": rewards[g, i], "words": 1 / (1 + len(text.split()))}
+            assert (r["reason"], r["status"], r["score"]) == (f"judged {text!r}", "ok", rewards[group, i])
+            assert dict(r["parts"]) == {"even": rewards[group, i], "words": 1 / (1 + len(text.split()))}
         else:
             assert (r["reason"], r["status"], r["score"], r["parts"]) == ("cut off", "no_answer", 0.0, [])
     assert figures["rollouts"] == N * PROMPTS
 
 
 def test_turns_are_the_parts_of_the_mask(tmp_path):
-    """Without an environment, with three turns and with one, all of the same tokens. The answer is in the last turn.
+    """Four rollouts of the same tokens: without an environment, with three turns, with one turn, and of an agent.
 
-    The last rollout is one of an agent, with two sequences and a text that is scored.
+    The answer is in the last turn. The agent's rollout has two sequences and a text that is scored.
     """
     ids = [5, 6, fakes.STOP, 80, 7, fakes.STOP, 81, fakes.STOP, 8, fakes.STOP]
     masks = (None, [True] * 3 + [False] + [True] * 2 + [False] * 2 + [True] * 2, [True] * 10)
     turns = [("5 6", True), ("80", False), ("7", True), ("81", False), ("8", True)]
-    episodes = [mask and Episode(torch.tensor(mask), 3) for mask in masks]
-    episodes.append(Episode(torch.tensor(masks[1]), 3, starts=(0, 6), text="own"))
+    episodes = [mask and Episode(torch.tensor(mask), turns=3) for mask in masks]
+    episodes.append(Episode(torch.tensor(masks[1]), turns=3, starts=(0, 6), text="own"))
     rows = [Rollout(i, torch.tensor(ids), torch.zeros(10), "stop", ((0, 10),), e) for i, e in enumerate(episodes)]
-    recorder = Recorder(tmp_path, configured({"reward": {"extract": "full"}}), fakes.Tokenizer().decode, (2,), 0)
-    groups = [PromptGroup(fakes.prompts(1)[0], 0, 0)]
+    recorder = Recorder(tmp_path, configured({"reward": {"extract": "full"}}), fakes.Tokenizer().decode, (2,), rank=0)
+    groups = [PromptGroup(fakes.prompts(1)[0], round=0, index=0)]
     scored = [ScoredRollout(0, r, reward=0.0, right=False) for r in rows]
     recorded = recorder._table(scored, groups, torch.zeros(1, 4)).to_pylist()
     whole = " ".join(map(str, ids[:-1]))
@@ -129,11 +128,11 @@ def test_recording_does_not_change_training(processes, model, tmp_path, monkeypa
     for step in range(2):
         prompts = fakes.prompts(PROMPTS, PROMPTS * step)
         chosen = in_order_of_hash(prompts)[:3]
-        lengths = {p.id: [*map(len, responses(SEED, p, N, MOST, stream=step))] for p in prompts if p.id in chosen}
-        most = max(m for m in range(N + 1) if sum(sum(own[:m]) for own in lengths.values()) <= 60)
+        lengths = [list(map(len, responses(SEED, p, N, TOKENS, stream=step))) for p in prompts if p.id in chosen]
+        siblings = max(n for n in range(N + 1) if sum(sum(row[:n]) for row in lengths) <= 60)
         rollouts = read_rollouts(tmp_path / "rollouts", LogEntry("step", step)).to_pylist()
-        assert {(r["prompt_id"], r["sibling"]) for r in rollouts} == {(c, i) for c in chosen for i in range(most)}
-        assert 0 < most < N
+        assert {(r["prompt_id"], r["sibling"]) for r in rollouts} == {(c, i) for c in chosen for i in range(siblings)}
+        assert 0 < siblings < N
 
 
 def test_resumed_run_records_the_same_bytes(processes, model, tmp_path):
@@ -155,8 +154,8 @@ def test_resumed_run_records_the_same_bytes(processes, model, tmp_path):
             trainer.train_step()
         if trainer is first:
             first.save()
-    there = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "parts").iterdir()} == there
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "parts").iterdir()} == expected
     late = read_rollouts(tmp_path / "whole", LogEntry("step", 2)).to_pylist()
     assert any(len(r["versions"]) > 1 for r in late)
     waited = [r for r in late if r["versions"][-1]["version"] < 2]
@@ -169,9 +168,9 @@ def test_evaluation_is_recorded_and_printed(processes, model, tmp_path):
     trainer.train_step()
     progress = fakes.Notes()
     evaluation = trainer.evaluate(progress)
-    prompts = fakes.prompts(5, 1000)
-    samples = {p.id: responses(SEED, p, 4, MOST, stream="evaluate") for p in prompts}
-    rows = {(prompt, i): row for prompt, own in samples.items() for i, row in enumerate(own)}
+    prompts = fakes.prompts(5, first=1000)
+    samples = {p.id: responses(SEED, p, 4, TOKENS, stream="evaluate") for p in prompts}
+    rows = {(prompt, i): row for prompt, siblings in samples.items() for i, row in enumerate(siblings)}
     assert entries(tmp_path / "rollouts") == [LogEntry("step", 0), LogEntry("evaluation", 1)]
     groups = read_groups(tmp_path / "rollouts", LogEntry("evaluation", 1)).to_pylist()
     assert [(g["prompt_id"], g["right"], g["trained"], g["recorded"]) for g in groups] == [

@@ -25,7 +25,7 @@ def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch
 
 def test_reset_every_n_steps():
     reference, _ = make(reset_every=3)
-    assert [step for step in range(1, 8) if reference.reset_reason(step, 0)] == [3, 6]
+    assert [step for step in range(1, 8) if reference.reset_reason(step, evaluations=0)] == [3, 6]
 
 
 def test_reset_after_evaluations_without_improvement():
@@ -34,7 +34,7 @@ def test_reset_after_evaluations_without_improvement():
     counter = EarlyStopping()
     for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
         counter.record(score)
-        resets.append(bool(reference.reset_reason(1, counter.count)))
+        resets.append(bool(reference.reset_reason(1, evaluations=counter.count)))
         if resets[-1]:
             counter.count = 0
     # 0.4 is the best until 0.41. The second evaluation without a new best resets the reference and the count.
@@ -49,9 +49,9 @@ def test_the_reference_is_in_host_memory_with_offload():
         with torch.no_grad():
             actor.weight.add_(1)
         reference.offload()
-        held = sum(x.untyped_storage().nbytes() for x in reference.weights.values())
-        assert held == (0 if offload else 12)
-        assert torch.equal(reference.log_probs([], [], 1.0)[0], before)
+        device_bytes = sum(x.untyped_storage().nbytes() for x in reference.weights.values())
+        assert device_bytes == (0 if offload else 3 * 4)  # float32: a weight of [1, 2], and the bias
+        assert torch.equal(reference.log_probs([], [], temperature=1.0)[0], before)
         assert torch.equal(actor.weight, before + 1)
         reference.offload()
         reference.reset()

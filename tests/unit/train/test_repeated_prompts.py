@@ -32,9 +32,9 @@ def test_groups_of_a_run_have_distinct_random_streams(rows, prompts):
         source = FileSource(fakes.prompts(rows), seed)
         responses = []
         for step in range(3 * rows // prompts + 3):
-            taken = source.prompts(step * prompts, prompts)
-            step_requests, _ = requests([(g, 0) for g in range(prompts)], make_groups(taken, step), {}, seed)
-            assert [r.prompt for r in step_requests] == taken
+            step_prompts = source.prompts(step * prompts, prompts)
+            step_requests, _ = requests([(g, 0) for g in range(prompts)], make_groups(step_prompts, step), {}, seed)
+            assert [r.prompt for r in step_requests] == step_prompts
             ids = set()
             for request in step_requests:
                 # The stream of a prompt that does not repeat has no occurrence in its key.
@@ -58,10 +58,10 @@ def test_evaluation_separates_groups_of_one_prompt(processes, model):
     trainer.sync_weights()
     a, b = fakes.prompts(2)
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=TOKENS, stop_ids=(fakes.STOP,))
-    answers = sample_answers(trainer.runner, [a, b, a], 40, sampling)
-    keys = [stream_key(SEED, "evaluate", *name) for name in (("p/0",), ("p/1",), (1, "p/0"))]
-    assert [(x.prompt.id, x.index) for x in answers] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
-    assert [x.right / x.samples for x in answers] == [rate(key, 40) for key in keys]
+    answers = sample_answers(trainer.runner, [a, b, a], n=40, sampling=sampling)
+    keys = [stream_key(SEED, "evaluate", *name) for name in (("p/0",), ("p/1",), (1, "p/0"))]  # 1: occurrence
+    assert [(result.prompt.id, result.index) for result in answers] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
+    assert [result.right / result.samples for result in answers] == [rate(key, 40) for key in keys]
     assert answers[0].right != answers[2].right
 
 
@@ -71,10 +71,10 @@ def test_repeated_rollouts_name_the_engine(processes, model):
     def same(logits, keys, index, *rest):
         return sample_tokens(logits, keys, torch.zeros_like(index), *rest)
 
-    trainer = make_trainer(model[0], processes, configured({"rollout": {"n": 4}}), None)
+    trainer = make_trainer(model[0], processes, configured({"rollout": {"n": 4}}), engine=None)
     shape = trainer.models.actor.shape
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, same)
-    trainer.runner = replace(trainer.runner, engine=type(trainer.runner.engine)(engine, 60.0))
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows=100, sample=same)
+    trainer.runner = replace(trainer.runner, engine=type(trainer.runner.engine)(engine, timeout_s=60.0))
     trainer.stop_ids = ()
     trainer.sync_weights()
     with pytest.raises(UserError, match=r"came several times for one prompt.* \(prompt p/\d: sibling 0\)") as caught:

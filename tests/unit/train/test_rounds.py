@@ -17,9 +17,8 @@ CONFIG = RolloutConfig(prompts=128, refills=4)
 def test_round_size_is_the_smallest_number_that_satisfies_the_inequality(missing, kept):
     p = kept / 100
     enough = [m for m in range(1, 513) if m * p - 3 * math.sqrt(m * p * (1 - p) * (1 + m / 100)) >= missing - 1e-9]
-    assert round_size(missing, SourcePosition(recent_prompts=100, recent_kept=kept), CONFIG) == (
-        enough[0] if enough else 512
-    )
+    expected = enough[0] if enough else 4 * 128  # rollout.refills * rollout.prompts
+    assert round_size(missing, SourcePosition(recent_prompts=100, recent_kept=kept), CONFIG) == expected
 
 
 def test_bounds_and_unknown_kept_share():

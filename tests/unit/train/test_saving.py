@@ -35,18 +35,19 @@ def writes(monkeypatch):
 
     A function in `before[step]` is called before that step's checkpoint is written.
     """
-    saves, write = [], Save.write
+    write = Save.write
 
-    def watched(self, group=None):
+    def record_and_write(self, group=None):
         step = int(self.target.name.removeprefix("step_"))
-        saves.append((step, threading.current_thread() is threading.main_thread()))
-        if step in watched.before:
-            watched.before[step]()
+        record_and_write.saves.append((step, threading.current_thread() is threading.main_thread()))
+        if step in record_and_write.before:
+            record_and_write.before[step]()
         write(self, group)
 
-    watched.before, watched.saves = {}, saves
-    monkeypatch.setattr(Save, "write", watched)
-    return watched
+    record_and_write.before = {}
+    record_and_write.saves = []
+    monkeypatch.setattr(Save, "write", record_and_write)
+    return record_and_write
 
 
 def test_only_the_last_save_is_waited_for(processes, model, tmp_path, writes):
@@ -75,15 +76,22 @@ def test_stop_waits_for_the_background_save_and_saves(processes, model, tmp_path
 
 def test_refused_background_save_is_repeated(processes, model, tmp_path, writes, monkeypatch):
     """The run continues, logs a warning, and saves after the next step although no checkpoint is due."""
-    trainer, progress = trainer_of(model, processes, tmp_path, steps=4, checkpoint_every=2), fakes.Notes()
+    trainer = trainer_of(model, processes, tmp_path, steps=4, checkpoint_every=2)
+    progress = fakes.Notes()
     refuse_checkpoint(monkeypatch, trainer, step=2)
-    step, saver = trainer.train_step, trainer.background_saver
-    trainer.train_step = lambda: (saver._thread.join() if saver.under_way else None, step())[1]
+    train_step = trainer.train_step
+
+    def train_step_after_the_save():
+        if trainer.background_saver.under_way:
+            trainer.background_saver._thread.join()
+        return train_step()
+
+    trainer.train_step = train_step_after_the_save
     assert trainer.run(None, progress, lambda: False)
     assert [s for s, _ in writes.saves] == [2, 3, 4]
     (warning,) = (note for note in progress.notes if note.startswith("warning: "))
-    place = tmp_path / "checkpoints" / "step_00000002"
-    assert warning.startswith(f"warning: {place}: cannot be written: {os.strerror(errno.ENOSPC)}")
+    path = tmp_path / "checkpoints" / "step_00000002"
+    assert warning.startswith(f"warning: {path}: cannot be written: {os.strerror(errno.ENOSPC)}")
     assert warning.endswith("saving the current state instead")
     assert steps(tmp_path) == ["latest", "step_00000003", "step_00000004"]
 
@@ -92,8 +100,9 @@ def test_error_waits_for_the_background_save(processes, model, tmp_path, writes)
     failed = threading.Event()
     writes.before[2] = failed.wait
     trainer = trainer_of(model, processes, tmp_path, steps=9)
-    step = trainer.train_step
-    trainer.train_step = lambda: step() if trainer.state.step < 2 else (failed.set(), 1 / 0)
+    train_step = trainer.train_step
+    # The third step fails.
+    trainer.train_step = lambda: train_step() if trainer.state.step < 2 else (failed.set(), 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run(None, fakes.Notes(), lambda: False)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000002\n"

@@ -32,7 +32,7 @@ class Pool(RewardPool):
     """Releases a semaphore for each score."""
 
     def __init__(self) -> None:
-        super().__init__(2, 60.0, judge_factory="step_verifiers:make")
+        super().__init__(workers=2, timeout_s=60.0, judge_factory="step_verifiers:make")
         self.scored = threading.Semaphore(0)
 
     def submit(self, request):
@@ -42,7 +42,7 @@ class Pool(RewardPool):
 
 
 @dataclass
-class Clocked(fakes.Engine):
+class ShortestFirst(fakes.Engine):
     """Delivers rollouts in the order of their lengths. The longest ones come when all others have been scored."""
 
     pool: Pool | None = None
@@ -50,12 +50,12 @@ class Clocked(fakes.Engine):
 
     def generate(self, requests, sampling, callbacks=None, supply=None):
         groups = super().generate(requests, sampling, _Deaf())
-        ends = [(len(r.token_ids), i, r) for i, rollouts in enumerate(groups) for r in rollouts]
-        for tick in range(1, TOKENS):
-            for _, request, rollout in (end for end in ends if end[0] == tick):
-                callbacks.finished(request, rollout)
-
-        self.scored = sum(length < TOKENS for length, _, _ in ends)
+        rollouts = [(request, rollout) for request, group in enumerate(groups) for rollout in group]
+        rollouts.sort(key=lambda pair: len(pair[1].token_ids))
+        early = [(request, rollout) for request, rollout in rollouts if len(rollout.token_ids) < TOKENS]
+        for request, rollout in early:
+            callbacks.finished(request, rollout)
+        self.scored = len(early)
         assert all(self.pool.scored.acquire(timeout=60.0) for _ in range(self.scored))
         return groups
 
@@ -80,8 +80,8 @@ def trainer_of(model, processes, pool, engine, log):
 
 
 def test_early_rollouts_are_scored_before_generation_ends(processes, pool, model, tmp_path):
-    log, other = tmp_path / "log", tmp_path / "other"
-    engine = Clocked(pool=pool)
+    log = tmp_path / "log"
+    engine = ShortestFirst(pool=pool)
     trainer = trainer_of(model, processes, pool, engine, log)
     values, seconds = trainer.train_step()
     rows = {p.id: responses(trainer.config.run.seed, p, N, TOKENS) for p in fakes.prompts(2)}
@@ -94,8 +94,8 @@ def test_early_rollouts_are_scored_before_generation_ends(processes, pool, model
     assert values["verifier_timeouts"] == values["reward_worker_restarts"] == 0
     assert values["reward"] == pytest.approx(sum(sum(row) % 2 == 0 for _, row in stopped) / (2 * N))
     assert seconds["score_latency_max"] > 0
-    # The same step with an engine that delivers in another order, scored afterwards by one worker.
-    again = trainer_of(model, processes, fakes.Pool(), fakes.Engine(), other)
+    # The same step with an engine that delivers all rollouts at its end, scored one after another.
+    again = trainer_of(model, processes, fakes.Pool(), fakes.Engine(), tmp_path / "other")
     expected, _ = again.train_step()
     np.testing.assert_equal(values | {"score_cache_hit_share": 0.0}, expected)  # bit for bit; nan where it is unknown
     for (name, a), (_, b) in zip(trainer.models.actor.hf_tensors(), again.models.actor.hf_tensors(), strict=True):
@@ -111,7 +111,7 @@ def test_rounds_of_a_step_share_scores(processes, pool, model, tmp_path):
     trainer.train_source.batch = [replace(p, verifier="logged") for p in trainer.train_source.batch[:1]]
     values, _ = trainer.train_step()
     answers = log.read_text().splitlines()
-    assert values["prompts_sampled"] == 2  # one group is too few, so that the step asked again
+    assert values["prompts_sampled"] == 2  # After one group the step samples a second round.
     assert len(answers) == len(set(answers)) > 10
     before = len(answers)
     trainer.train_step()

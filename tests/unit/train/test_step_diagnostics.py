@@ -17,12 +17,10 @@ from megatron_brorl.train import diagnostics
 
 N = 200
 TOKENS = 12
-POSITIONS = 40
-DEPTH = 3
+POSITIONS = 40  # diagnostics.POSITIONS
+DEPTH = 3  # diagnostics.MAX_POSITION
 TEMPERATURE = 0.8
-CHANGES = {
-    "rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE},
-}
+CHANGES = {"rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE}}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,7 @@ def step(processes, model):
 
 def sampled_responses(prompt):
     """Return responses with their stop token, and whether they are right."""
-    rows = responses(3, prompt, N, TOKENS)
+    rows = responses(seed=3, prompt=prompt, n=N, tokens=TOKENS)
     return rows, np.array([right(row) == 1 for row in rows])
 
 
@@ -75,8 +73,8 @@ def cross_fitted(token: np.ndarray, reward: np.ndarray, p: np.ndarray) -> tuple[
         s_r = sum(p[j] * b for j, b in better.items())
         centred = reward[other_half] - reward[other_half].mean()
         for j in tokens:
-            worth = centred[token[other_half] == j].sum() / (len(centred) - 1)
-            sampled += worth * p[j] * (better[j] - s_r) / n / 2
+            value = centred[token[other_half] == j].sum() / (len(centred) - 1)
+            sampled += value * p[j] * (better[j] - s_r) / n / 2
     return float(gradient), float(sampled)
 
 
@@ -92,15 +90,15 @@ def by_hand(model):
     for prompt, numbers in zip(chosen(), us, strict=True):
         rows, are_right = sampled_responses(prompt)
         tokens += sum(map(len, rows))
-        holders = {}
+        rows_with_prefix = {}
         for i, row in enumerate(rows):
             for t in range(min(len(row), DEPTH)):
-                holders.setdefault(tuple(row[:t]), []).append(i)
+                rows_with_prefix.setdefault(tuple(row[:t]), []).append(i)
         shared = [
             (i, t)
             for i, row in enumerate(rows)
             for t in range(min(len(row), DEPTH))
-            if len(holders[tuple(row[:t])]) >= 2
+            if len(rows_with_prefix[tuple(row[:t])]) >= 2
         ]
         at_positions = []
         for u in numbers:
@@ -109,18 +107,18 @@ def by_hand(model):
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt.token_ids, *prefix]])).logits[0, -1]
             p = (logits.double() / TEMPERATURE).softmax(-1).numpy()
-            there = holders[tuple(prefix)]
-            next_token = np.array([rows[j][t] for j in there])
-            worth = are_right[there].astype(float)
-            q = worth.mean()
-            n = len(there)
+            siblings = rows_with_prefix[tuple(prefix)]
+            next_token = np.array([rows[j][t] for j in siblings])
+            reward = are_right[siblings].astype(float)
+            q = reward.mean()
+            n = len(siblings)
             sampled = np.isin(np.arange(tiny.VOCAB), next_token)
-            better = np.array([worth[next_token == v].mean() - q if sampled[v] else 0.0 for v in range(tiny.VOCAB)])
+            better = np.array([reward[next_token == v].mean() - q if sampled[v] else 0.0 for v in range(tiny.VOCAB)])
             s_r = better @ p
-            change = cross_fitted(next_token, worth, p) if n >= 4 else (math.nan, math.nan)
-            # A step on the drawn tokens, and its change of q if all other tokens are wrong, or right.
+            gradient, sampled_change = cross_fitted(next_token, reward, p) if n >= 4 else (math.nan, math.nan)
+            # A step on the drawn tokens, and its change of q if all other tokens are wrong (0), or right (1).
             step = p * (better - s_r) / n
-            ends = np.array([(p * (f - q) * step)[~sampled].sum() for f in (0.0, 1.0)])
+            bounds = np.array([(p * (other - q) * step)[~sampled].sum() for other in (0.0, 1.0)])
             at_positions.append(
                 {
                     "exact/unsampled_mass": p[~sampled].sum(),
@@ -130,10 +128,10 @@ def by_hand(model):
                     "exact/b2": (p[better < 0] ** 2).sum(),
                     "exact/siblings": n,
                     "estimate/success": q,
-                    "estimate/sampled": change[1],
-                    "estimate/policy_gradient": change[0],
-                    "bound/unsampled_low": ends.min(),
-                    "bound/unsampled_high": ends.max(),
+                    "estimate/sampled": sampled_change,
+                    "estimate/policy_gradient": gradient,
+                    "bound/unsampled_low": bounds.min(),
+                    "bound/unsampled_high": bounds.max(),
                 }
             )
         assert sum(f["exact/siblings"] >= 4 for f in at_positions) > POSITIONS / 2
@@ -155,7 +153,7 @@ def test_token_level_metrics(step, model):
 
 
 def test_answers(step):
-    """The fake tokenizer prints tokens, so an answer is the response without its stop token; cut ones have none."""
+    """The fake tokenizer prints tokens, so an answer is the response without its stop token. Cut ones have none."""
     distinct = []
     singles = []
     pairs = []
@@ -167,13 +165,12 @@ def test_answers(step):
         singles.append((times == 1).sum())
         # A held-out sibling is new if its answer occurs once, or if only the other held-out sibling has it, too.
         pairs.append(((times == 1).sum() + 2 * (times == 2).sum() / (N - 1)) / N)
-    values = step
-    assert values["theory_good_turing/distinct"] == pytest.approx(np.mean(distinct))
-    assert values["theory_good_turing/singletons"] == pytest.approx(np.mean(singles))
-    assert values["theory_good_turing/unseen_mass"] == pytest.approx(np.mean(singles) / N)
-    assert values["theory_hold_out/unsampled_mass_2"] == pytest.approx(np.mean(pairs))
-    held = [int(k.rsplit("_", 1)[1]) for k in values if k.startswith("theory_hold_out/u_pos2_") and k[-1].isdigit()]
-    assert held == [2, 4, 8, 16, 32, 64]
+    assert step["theory_good_turing/distinct"] == pytest.approx(np.mean(distinct))
+    assert step["theory_good_turing/singletons"] == pytest.approx(np.mean(singles))
+    assert step["theory_good_turing/unseen_mass"] == pytest.approx(np.mean(singles) / N)
+    assert step["theory_hold_out/unsampled_mass_2"] == pytest.approx(np.mean(pairs))
+    counts = [int(k.rsplit("_", 1)[1]) for k in step if k.startswith("theory_hold_out/u_pos2_") and k[-1].isdigit()]
+    assert counts == [2, 4, 8, 16, 32, 64]
 
 
 def test_every_second_step(processes, model):

@@ -11,40 +11,44 @@ from dist.steps import configured, make_trainer
 
 from megatron_brorl.train import collect, update
 
-N, PROMPTS, BUDGET, MOST = 16, 2, 4, 12
+N, PROMPTS, STEP_TOKENS, TOKENS = 16, 2, 4, 12  # STEP_TOKENS: rollout.partial_tokens
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch, updates):
     """Loss (one update) and old log-probs (two) of every step against transformers with the weights at its start."""
-    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": BUDGET}
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": STEP_TOKENS}
     config = configured({"rollout": rollout, "algo": {"mini_batches": updates}})
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.sync_weights()
     experiences = []
-    train = update.update_policy
-    monkeypatch.setattr(
-        update, "update_policy", lambda worker, batch, *rest: experiences.append(batch) or train(worker, batch, *rest)
-    )
-    began = {}
-    taken = [0]  # optimizer steps before each step
-    stale = capped = 0
+    update_policy = update.update_policy
+
+    def record_and_update(worker, experience, *rest):
+        experiences.append(experience)
+        return update_policy(worker, experience, *rest)
+
+    monkeypatch.setattr(update, "update_policy", record_and_update)
+    first_steps = {}  # by prompt and response
+    updates_before = [0]  # optimizer steps before each step
+    stale = 0
+    capped = 0
     for step in range(6):
         for prompt in fakes.prompts(PROMPTS, PROMPTS * step):
-            rows = responses(config.run.seed, prompt, N, MOST, stream=step)
-            began |= {(prompt.token_ids, tuple(row)): step for row in rows}
+            rows = responses(config.run.seed, prompt, N, TOKENS, stream=step)
+            first_steps |= {(prompt.token_ids, tuple(row)): step for row in rows}
         model[1].load_state_dict(dict(trainer.models.actor.hf_tensors()), strict=False)
         values, _ = trainer.train_step()
         experience = experiences.pop()
         assert values["updates"] == (updates if len(experience) else 0)
-        taken.append(taken[-1] + int(values["updates"]))
+        updates_before.append(updates_before[-1] + int(values["updates"]))
         terms = 0.0
         for i, (prompt, row) in enumerate(zip(experience.prompts, experience.responses, strict=True)):
-            born = began[tuple(prompt.tolist()), tuple(row.tolist())]
-            versions = [taken[born + position // BUDGET] for position in range(len(row))]
+            first_step = first_steps[tuple(prompt.tolist()), tuple(row.tolist())]
+            versions = [updates_before[first_step + position // STEP_TOKENS] for position in range(len(row))]
             sampled = torch.tensor([fakes.log_prob(t, v) for t, v in zip(row.tolist(), versions, strict=True)])
             assert torch.equal(experience.rollout_log_probs[i], sampled)
-            stale += versions[0] < taken[step]
+            stale += versions[0] < updates_before[step]
             current = tiny.log_probs(model[1], prompt, row)
             if updates > 1:
                 torch.testing.assert_close(experience.old_log_probs[i], current, atol=1e-4, rtol=0)
@@ -62,7 +66,7 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
 
 def test_rollouts_cut_by_the_watchdog_continue(processes, model):
     """A rollout that makes no progress for two steps is requested again, and ends in the third step."""
-    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "timeout_s": 0.5}
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": TOKENS, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
     trainer.sync_weights()
@@ -81,7 +85,7 @@ def test_rollouts_cut_by_the_watchdog_continue(processes, model):
 
 def test_old_group_closes_without_unfinished_rollouts(processes, model, monkeypatch):
     monkeypatch.setattr(collect, "MAX_CARRIED_STEPS", 1)
-    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "timeout_s": 0.5}
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": TOKENS, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
     trainer.sync_weights()

@@ -41,7 +41,7 @@ def register_verifiers(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(1, 5.0, judge_factory="step_verifiers:make") as pool:
+    with RewardPool(workers=1, timeout_s=5.0, judge_factory="step_verifiers:make") as pool:
         yield pool
 
 
@@ -56,7 +56,8 @@ def trainer_of(model, processes, pool, rules, changes):
 
 def groups_of(seed, rules):
     """Return prompts, responses and rewards of a batch, with NaN as 0, and the number of NaNs."""
-    groups, holes = [], 0
+    groups = []
+    holes = 0
     for prompt, rule in zip(fakes.prompts(3), rules, strict=True):
         rows = responses(seed, prompt, N, TOKENS)
         raw = [RULES[rule](without_stop(row)) for row in rows]
@@ -77,19 +78,20 @@ def test_step_equals_one_by_hand(processes, pool, model, batch, dynamic):
     after = dict(trainer.models.actor.hf_tensors())
 
     groups, holes = groups_of(trainer.config.run.seed, rules)
-    kept = [g for g in groups if not dynamic or len(set(g[2])) > 1]
-    rewards = [r for g in groups for r in g[2]]
+    rewards_of_groups = [group_rewards for _, _, group_rewards in groups]
+    kept = [group for group in groups if not dynamic or len(set(group[2])) > 1]
+    rewards = [r for group_rewards in rewards_of_groups for r in group_rewards]
     assert values["unscored_share"] == holes / (3 * N)
     assert (holes > 0) == ("NaN" in batch)
     assert values["reward"] == pytest.approx(sum(rewards) / (3 * N))
     assert values["kept_share"] == pytest.approx(len(kept) / 3)
     assert values["reward_std"] == pytest.approx(statistics.pstdev(rewards), rel=1e-6)
     # A response is right if its reward is at least reward.correct_at = 1.
-    assert values["all_right_share"] == pytest.approx(sum(min(g[2]) >= 1 for g in groups) / 3)
-    assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < 1 for g in groups) / 3)
-    assert (why_no_signal(values) is None) == any(len(set(g[2])) > 1 for g in groups)
+    assert values["all_right_share"] == pytest.approx(sum(min(r) >= 1 for r in rewards_of_groups) / 3)
+    assert values["all_wrong_share"] == pytest.approx(sum(max(r) < 1 for r in rewards_of_groups) / 3)
+    signal = any(len(set(r)) > 1 for r in rewards_of_groups)
+    assert (why_no_signal(values) is None) == signal
     assert values["updates_skipped"] == 0
-    signal = any(len(set(g[2])) > 1 for g in groups)
     assert signal == (batch not in ("all right", "all wrong"))
     if signal:
         assert_update(values, model[1], kept, trainer.config.algo.is_cap)
@@ -115,7 +117,6 @@ def with_reference(trainer, answer):
 
 
 def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool, model, capfd):
-    """The number of exceptions does not matter."""
     trainer = trainer_of(model, processes, pool, ["picky"] * 3, {})
     with_reference(trainer, "4")
     values, _ = trainer.train_step()
@@ -128,8 +129,8 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
     assert console_line(values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
     trainer.train_step()
     warnings = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
-    what = "verifier picky raised on an answer, which scores 0 (metric verifier_errors)"
-    assert warnings == [f"{what}: ZeroDivisionError: division by zero (step_verifiers.py, line 20)"]
+    message = "verifier picky raised on an answer, which scores 0 (metric verifier_errors)"
+    assert warnings == [f"{message}: ZeroDivisionError: division by zero (step_verifiers.py, line 20)"]
 
 
 @pytest.mark.parametrize(
@@ -157,10 +158,10 @@ def test_reward_correct_at_decides_right_responses(processes, pool, model, corre
     trainer = trainer_of(model, processes, pool, ["wide", "right", "half"], changes)
     values, _ = trainer.train_step()
     groups, _ = groups_of(trainer.config.run.seed, ["wide", "right", "half"])
-    rewards = [r for g in groups for r in g[2]]
-    assert values["reward"] == pytest.approx(sum(rewards) / (3 * N))
-    assert values["all_right_share"] == pytest.approx(sum(min(g[2]) >= correct_at for g in groups) / 3)
-    assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < correct_at for g in groups) / 3)
+    rewards = [group_rewards for _, _, group_rewards in groups]
+    assert values["reward"] == pytest.approx(sum(map(sum, rewards)) / (3 * N))
+    assert values["all_right_share"] == pytest.approx(sum(min(r) >= correct_at for r in rewards) / 3)
+    assert values["all_wrong_share"] == pytest.approx(sum(max(r) < correct_at for r in rewards) / 3)
 
     trainer.held_out = trainer.train_source.batch
     evaluation = trainer.evaluate(fakes.Notes())
@@ -168,9 +169,9 @@ def test_reward_correct_at_decides_right_responses(processes, pool, model, corre
     for prompt in trainer.held_out:
         rows = responses(trainer.config.run.seed, prompt, trainer.config.evaluate.samples, TOKENS, stream="evaluate")
         rewards.append([RULES[prompt.verifier](without_stop(row)) for row in rows])
-    right = [sum(r >= correct_at for r in own) / len(own) for own in rewards]
+    right = [sum(r >= correct_at for r in row) / len(row) for row in rewards]
     assert evaluation.pass_at_1.mean == pytest.approx(sum(right) / 3)
-    assert evaluation.mean_reward.mean == pytest.approx(sum(sum(own) / len(own) for own in rewards) / 3)
+    assert evaluation.mean_reward.mean == pytest.approx(sum(sum(row) / len(row) for row in rewards) / 3)
     assert evaluation.mean_reward.low <= evaluation.mean_reward.mean <= evaluation.mean_reward.high
     line = evaluation_line(evaluation.as_dict())
     assert f"mean reward {evaluation.mean_reward.mean:.4g} (95% interval {evaluation.mean_reward.low:.4g} to " in line

@@ -25,10 +25,10 @@ def test_bf16_rounding_gives_no_false_alarm_in_200_rounds():
     g = torch.Generator().manual_seed(5)
     engines = torch.arange(ENGINES).repeat_interleave(PER_ENGINE)
     largest = 0.0
-    for _ in range(200):
+    for _round in range(200):
         exact = 34 + 4 * torch.randn(len(engines), 16, generator=g)
         sides = []
-        for _ in range(2):
+        for _side in range(2):
             inexact = exact * (1 + 2.0**-8 * (2 * torch.rand(exact.shape, generator=g) - 1))
             sides.append(inexact.bfloat16().float().log_softmax(-1))
         token = torch.multinomial(sides[0].exp(), 1, generator=g)
@@ -69,31 +69,31 @@ def model():
     return hf_model
 
 
-def wrong_layer(m):
-    m.model.layers[1].mlp.load_state_dict(m.model.layers[2].mlp.state_dict())
+def wrong_layer(engine):
+    engine.model.layers[1].mlp.load_state_dict(engine.model.layers[2].mlp.state_dict())
 
 
-def wrong_row(m):
+def wrong_row(engine):
     """Change the row of one token, which the wrong engine then samples."""
-    m.lm_head.weight[7] *= -1
+    engine.lm_head.weight[7] *= -1
 
 
 def probe(actor, engine, faulty, g):
-    """Return gaps [T] and engines [T] if `faulty` of the 64 engines have the other weights, all in bfloat16."""
+    """Return gaps [T] and engines [T] if the first `faulty` of the 64 engines have the weights of `engine`."""
     prompts = torch.randint(0, VOCAB, (ENGINES * PROMPTS * SIBLINGS, TOKENS), generator=g)
     engines = torch.arange(ENGINES).repeat_interleave(PROMPTS * SIBLINGS)
     log_probs = []
     tokens = prompts
     with torch.no_grad():
-        for _ in range(TOKENS):
-            good, bad = (m(tokens).logits[:, -1].float().log_softmax(-1) for m in (actor, engine))
-            step = torch.where((engines < faulty)[:, None], bad, good)
-            token = torch.multinomial(step.exp(), 1, generator=g)
-            log_probs.append(step.gather(1, token))
+        for _token in range(TOKENS):
+            good, bad = (network(tokens).logits[:, -1].float().log_softmax(-1) for network in (actor, engine))
+            sampled_from = torch.where((engines < faulty)[:, None], bad, good)
+            token = torch.multinomial(sampled_from.exp(), 1, generator=g)
+            log_probs.append(sampled_from.gather(1, token))
             tokens = torch.cat([tokens, token], 1)
         scored = actor(tokens).logits[:, TOKENS - 1 : -1].float().log_softmax(-1)
-    scored = scored.gather(2, tokens[:, TOKENS:, None])[..., 0]
-    gaps = (scored - torch.cat(log_probs, 1)).abs()
+    actor_log_probs = scored.gather(2, tokens[:, TOKENS:, None])[..., 0]
+    gaps = (actor_log_probs - torch.cat(log_probs, 1)).abs()
     return gaps.flatten(), engines[:, None].expand_as(gaps).flatten()
 
 
