@@ -15,7 +15,7 @@ from megatron_brorl.rewards.preflight import check_references
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.types import Prompt
 
-OWN = """
+OWN_MODULE = """
 import time
 
 def right(response, row): return float(response == row["answer"])
@@ -35,8 +35,8 @@ def leaves(response, row): raise SystemExit
 def pool(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("own"))
-        Path("own.py").write_text(OWN)
-        with RewardPool(2, 30.0) as pool:
+        Path("own.py").write_text(OWN_MODULE)
+        with RewardPool(workers=2, timeout_s=30.0) as pool:
             yield pool
 
 

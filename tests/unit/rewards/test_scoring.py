@@ -19,20 +19,20 @@ from megatron_brorl.types import Episode, Prompt, Rollout, ScoreResult, Status
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(2, 20.0) as pool:
+    with RewardPool(workers=2, timeout_s=20.0) as pool:
         yield pool
 
 
 def score(tasks: list[tuple[Prompt, str]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
-    """Score responses that finish in reverse order. Each has one token, the index of its text.
+    """Score responses that finish in reverse order. Each response has one token, the index of its text.
 
-    tasks: prompts and how each of their responses finishes.
+    tasks: prompts, each with the finish reasons of its responses, separated by spaces.
     """
     rows: Any = [(prompt, finish) for prompt, finishes in tasks for finish in finishes.split()]
     with Scorer([prompt for prompt, _ in rows], lambda ids: texts[ids[0]], [], pool, config) as scorer:
-        for i, (_, finish) in reversed(list(enumerate(rows))):
-            scorer.finished(i, Rollout(0, torch.tensor([i]), torch.tensor([-1.0]), finish))
-        return scorer.scores([(i, 0) for i in range(len(rows))])
+        for request, (_, finish) in reversed(list(enumerate(rows))):
+            scorer.finished(request, Rollout(0, torch.tensor([request]), torch.tensor([-1.0]), finish))
+        return scorer.scores([(request, 0) for request in range(len(rows))])
 
 
 def gym(answer: str) -> Prompt:
@@ -41,7 +41,7 @@ def gym(answer: str) -> Prompt:
 
 
 def test_rewards_with_and_without_partial_credit(pool):
-    exact = Prompt("e", "?", (1,), "yes", "exact")
+    exact = Prompt("e", text="?", token_ids=(1,), answer="yes", verifier="exact")
     tasks = [(exact, "stop length stop"), (gym("3"), "stop stop stop length")]
     texts = ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"]
     partial = score(tasks, texts, pool, RewardConfig(extract="full", cut_off_factor=1.0))
@@ -58,19 +58,19 @@ def test_rewards_with_and_without_partial_credit(pool):
 
 def test_each_failing_verifier_is_reported_once_with_its_first_failure(pool, tmp_path):
     (tmp_path / "mine.py").write_text("def score(response, row): return float(response) * 2\n")
-    own = Prompt("rows.jsonl:7", "?", (1,), "1", f"{tmp_path}/mine.py:score")
-    maze = Prompt("h", "?", (1,), "3", "reasoning_gym", {"source_dataset": "maze", "entry": {}})
+    own_row = Prompt("rows.jsonl:7", "?", (1,), answer="1", verifier=f"{tmp_path}/mine.py:score")
+    maze = Prompt("h", "?", (1,), "3", "reasoning_gym", metadata={"source_dataset": "maze", "entry": {}})
     texts = ["0.5", "0.75", "nan", "six", "inf", "seven", "3", "4"]
-    scores = score([(own, "stop " * 6), (maze, "stop stop")], texts, pool, RewardConfig(extract="full"))
+    scores = score([(own_row, "stop " * 6), (maze, "stop stop")], texts, pool, RewardConfig(extract="full"))
     assert scores.rewards.tolist() == [1.0, 1.5, *[0.0] * 6]
     assert scores.right == [True, True, *[False] * 6]
     assert [scores.counts[status] for status in ("ok", "invalid", "error", "broken")] == [2, 2, 2, 2]
     place = re.compile(r" \(\w+\.py, line \d+\)$")
     assert {text: place.sub("", reason) for text, reason in scores.raised.items()} == {
-        f"verifier {own.verifier} returned no valid score, so its answer scores 0": (
+        f"verifier {own_row.verifier} returned no valid score, so its answer scores 0": (
             "row rows.jsonl:7: returned nan for a reward, not a finite number (1e+30 at most)"
         ),
-        f"verifier {own.verifier} raised on an answer, which scores 0 (metric verifier_errors)": (
+        f"verifier {own_row.verifier} raised on an answer, which scores 0 (metric verifier_errors)": (
             "ValueError: could not convert string to float: 'six'"
         ),
         "verifier reasoning_gym (maze) is broken: it raises on a reference answer too": "KeyError: 'answer'",
@@ -93,9 +93,10 @@ def test_each_failing_verifier_is_reported_once_with_its_first_failure(pool, tmp
     ],
 )
 def test_a_reward_is_correct_from_correct_at_on(reward, correct_at, right):
-    verdict = ScoreResult(reward, "ok")
-    assert final_reward(verdict, False, RewardConfig(correct_at=correct_at)) == (reward, right)
-    assert final_reward(verdict, False, RewardConfig(correct_at=correct_at, strict=True)) == (float(right), right)
+    result = ScoreResult(reward, "ok")
+    config, strict = RewardConfig(correct_at=correct_at), RewardConfig(correct_at=correct_at, strict=True)
+    assert final_reward(result, cut_off=False, config=config) == (reward, right)
+    assert final_reward(result, cut_off=False, config=strict) == (float(right), right)
 
 
 @pytest.mark.parametrize(
@@ -111,21 +112,21 @@ def test_a_reward_is_correct_from_correct_at_on(reward, correct_at, right):
 )
 def test_rewards_of_cut_off_responses(reward, factor, strict, expected, right):
     config = RewardConfig(cut_off_factor=factor, strict=strict)
-    assert final_reward(ScoreResult(reward, "ok"), True, config) == (expected, right)
+    assert final_reward(ScoreResult(reward, "ok"), cut_off=True, config=config) == (expected, right)
 
 
 @pytest.mark.parametrize("status", [status for status in get_args(Status) if status != "ok"])
 def test_a_response_without_a_score_is_never_correct(status):
     """This holds even if a reward of 0 counts as correct."""
-    assert final_reward(ScoreResult(0.0, status), False, RewardConfig(correct_at=0.0)) == (0.0, False)
-    assert final_reward(ScoreResult(0.0, status), False, RewardConfig(correct_at=-1.0, strict=True)) == (0.0, False)
+    for config in (RewardConfig(correct_at=0.0), RewardConfig(correct_at=-1.0, strict=True)):
+        assert final_reward(ScoreResult(0.0, status), cut_off=False, config=config) == (0.0, False)
 
 
 def test_cut_off_responses_are_scored_if_rewards_may_be_negative(pool, tmp_path):
     (tmp_path / "mine.py").write_text("def score(response, row): return 1 if response == row['answer'] else -1\n")
-    own = Prompt("a", "?", (1,), "yes", f"{tmp_path}/mine.py:score")
-    exact = Prompt("b", "?", (1,), "yes", "exact")
-    tasks = [(own, "stop stop length length"), (exact, "length")]
+    own_row = Prompt("a", "?", (1,), answer="yes", verifier=f"{tmp_path}/mine.py:score")
+    exact = Prompt("b", text="?", token_ids=(1,), answer="yes", verifier="exact")
+    tasks = [(own_row, "stop stop length length"), (exact, "length")]
     texts = ["yes", "no", "yes", "no", "yes"]
     scores = score(tasks, texts, pool, RewardConfig())
     assert scores.rewards.tolist() == [1.0, -1.0, 0.0, -1.0, 0.0]
@@ -138,20 +139,20 @@ def test_cut_off_responses_are_scored_if_rewards_may_be_negative(pool, tmp_path)
 
 
 def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool):
-    exact = Prompt("e", "?", (1,), "7 8", "exact")
+    exact = Prompt("e", text="?", token_ids=(1,), answer="7 8", verifier="exact")
     threads = []
 
     def decode(ids: list[int]) -> str:
         threads.append(threading.get_ident())
         return " ".join(map(str, ids))
 
-    rows = [[7, 8, 2], [7, 8], [7, 8, 2], [7, 2], [2], [], [2, 7, 8, 2], [7, 8, 3]]
+    responses = [[7, 8, 2], [7, 8], [7, 8, 2], [7, 2], [2], [], [2, 7, 8, 2], [7, 8, 3]]
     with Scorer([exact], decode, (2, 3), pool, RewardConfig()) as scorer:
-        for i, ids in enumerate(rows):
+        for i, ids in enumerate(responses):
             scorer.finished(0, Rollout(i, torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids)), "stop"))
-        scores = scorer.scores([(0, i) for i in range(len(rows))])
+        scores = scorer.scores([(0, i) for i in range(len(responses))])
     assert scores.rewards.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    assert len(threads) == len(rows)
+    assert len(threads) == len(responses)
     assert threading.get_ident() not in threads
 
 
@@ -165,7 +166,7 @@ def test_a_rollout_with_an_environment_has_its_score():
     no_pool: Any = None
     with Scorer([Prompt("e", "?", (1,), "none of these", "exact")], str, (2,), no_pool, RewardConfig()) as scorer:
         for i, (ids, sampled, finish, result) in enumerate(rollouts):
-            episode = Episode(torch.tensor(sampled).bool(), 2, score=result)
+            episode = Episode(torch.tensor(sampled).bool(), turns=2, score=result)
             scorer.finished(0, Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), finish, episode=episode))
         scores = scorer.scores([(0, i) for i in range(len(rollouts))])
     assert scores.answers == ["[7, 8]", "[5]", "[9]"]
@@ -180,7 +181,7 @@ def test_errors_reach_the_engine_and_the_caller(pool):
         raise UserError(f"the tokenizer has no token {ids[0]}")
 
     rollouts = [Rollout(i, torch.tensor([i]), torch.zeros(1), "stop") for i in range(2)]
-    exact = Prompt("e", "?", (1,), "7", "exact")
+    exact = Prompt("e", text="?", token_ids=(1,), answer="7", verifier="exact")
     with Scorer([exact], decode, (), pool, RewardConfig()) as scorer:
         scorer.finished(0, rollouts[0])
         until(lambda: not scorer._thread.is_alive())
@@ -192,11 +193,11 @@ def test_errors_reach_the_engine_and_the_caller(pool):
 
 def test_a_failed_call_cancels_its_scores(tmp_path):
     (tmp_path / "mine.py").write_text("import time\ndef score(response, row):\n    time.sleep(1000)\n")
-    own = Prompt("p", "?", (1,), "1", f"{tmp_path}/mine.py:score")
-    exact = Prompt("e", "?", (1,), "[7]", "exact")
+    own_row = Prompt("p", "?", (1,), answer="1", verifier=f"{tmp_path}/mine.py:score")
+    exact = Prompt("e", text="?", token_ids=(1,), answer="[7]", verifier="exact")
     rollout = Rollout(0, torch.tensor([7]), torch.zeros(1), "stop")
-    with RewardPool(1, 1000.0) as pool:
-        with pytest.raises(ZeroDivisionError), Scorer([own], str, (), pool, RewardConfig()) as scorer:  # noqa: PT012
+    with RewardPool(workers=1, timeout_s=1000.0) as pool:
+        with pytest.raises(ZeroDivisionError), Scorer([own_row], str, (), pool, RewardConfig()) as scorer:  # noqa: PT012
             scorer.finished(0, rollout)
             until(lambda: pool.stats.answers == 1)
             raise ZeroDivisionError
@@ -206,8 +207,8 @@ def test_a_failed_call_cancels_its_scores(tmp_path):
             assert scorer.scores([(0, 0)]).rewards.tolist() == [1.0]
 
 
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -37,7 +37,7 @@ def test_numbers_scores_and_dicts_are_scores(returned, score):
 
 
 @pytest.mark.parametrize(
-    ("returned", "named"),
+    ("returned", "message"),
     [
         ("1", "'1' for a reward"),
         (None, "None for a reward"),
@@ -55,10 +55,10 @@ def test_numbers_scores_and_dicts_are_scores(returned, score):
         ({"reward": 1, "parts": {"a": math.inf}}, "inf for part 'a'"),
     ],
 )
-def test_other_values_are_refused_with_a_reason(returned, named):
+def test_other_values_are_refused_with_a_reason(returned, message):
     with pytest.raises(NoScore) as error:
         score_of(returned)
-    assert str(error.value).startswith(f"returned {named}")
+    assert str(error.value).startswith(f"returned {message}")
 
 
 def test_reason_does_not_run_code_of_the_returned_object():

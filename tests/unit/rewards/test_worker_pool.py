@@ -25,7 +25,7 @@ OK = ScoreResult(1.0, "ok")
 
 
 def prompt(verifier: str, name: str = "p", **metadata: object) -> Prompt:
-    return Prompt(name, "text", (1,), "reference", verifier, metadata)
+    return Prompt(name, "text", token_ids=(1,), answer="reference", verifier=verifier, metadata=metadata)
 
 
 def ask(verifier: str, *answers: str | None, **metadata: object) -> list[ScoreRequest]:
@@ -40,15 +40,15 @@ def pids(pool: RewardPool) -> list[int]:
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(2, 1.0, MAKE) as pool:
+    with RewardPool(workers=2, timeout_s=1.0, judge_factory=MAKE) as pool:
         yield pool
 
 
 def test_scores_are_in_the_order_of_requests_of_each_thread(pool):
     with ThreadPoolExecutor(8) as threads:
         values = [[(i * 37 % 1001) / 1000 for i in range(250 * n)] for n in range(8)]
-        scores = list(threads.map(lambda own: pool.score(ask("echo", *map(str, own))), values))
-    assert scores == [[ScoreResult(value, "ok") for value in own] for own in values]
+        scores = list(threads.map(lambda answers: pool.score(ask("echo", *map(str, answers))), values))
+    assert scores == [[ScoreResult(value, "ok") for value in values_of_thread] for values_of_thread in values]
     nothing = ScoreRequest(prompt("echo"), None, "no answer in the response")
     scores = pool.score([nothing, *ask("echo", "1"), nothing])
     assert [score.status for score in scores] == ["no_answer", "ok", "no_answer"]
@@ -85,7 +85,7 @@ def test_exceptions_do_not_end_the_worker(pool):
     answers = ask("raises", "value", "exit", "recurse", "memory")
     scores = pool.score([*answers, *(replace(r, prompt=replace(r.prompt, answer="fine")) for r in answers)])
     assert scores == [ScoreResult(0.0, "broken")] * 4 + [ScoreResult(0.0, "error")] * 4
-    assert [v.reason.partition(" (")[0] for v in scores[4:6]] == ["ValueError: with ?[31m newlines", "SystemExit: 0"]
+    assert [s.reason.partition(" (")[0] for s in scores[4:6]] == ["ValueError: with ?[31m newlines", "SystemExit: 0"]
     assert scores[6].reason.startswith("RecursionError: maximum recursion depth exceeded")
     assert set(before) <= set(pids(pool))  # The other worker may have started only now.
 
@@ -97,7 +97,7 @@ def test_a_malformed_result_counts_as_a_crash(pool, text):
 
 
 def test_forged_results_end_only_their_worker():
-    with RewardPool(1, 20.0, MAKE) as pool:
+    with RewardPool(workers=1, timeout_s=20.0, judge_factory=MAKE) as pool:
         for _ in range(4):
             pool.score(ask("writes", "forged"))
             pool.reset()
@@ -129,7 +129,7 @@ def test_all_workers_use_the_same_hash_seed(monkeypatch):
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     expected = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
     monkeypatch.setenv("PYTHONHASHSEED", "random")
-    with RewardPool(1, 5.0, MAKE) as pool:
+    with RewardPool(workers=1, timeout_s=5.0, judge_factory=MAKE) as pool:
         assert pool.score(ask("hash_seed", "a"))[0].reward == float(expected)
 
 
@@ -139,11 +139,11 @@ def test_scores_do_not_depend_on_the_number_of_workers(tmp_path):
     requests += [*ask("die", "die", "b", log=str(tmp_path / "log")), *ask("echo", *map(str, range(150)))]
     results = []
     for workers in (1, 2, 3):
-        with RewardPool(workers, 1.0, MAKE) as pool:
+        with RewardPool(workers, timeout_s=1.0, judge_factory=MAKE) as pool:
             results.append(pool.score(requests))
     assert results[0] == results[1] == results[2]
     statuses = ["broken", "no_answer", "invalid", "ok", "timeout", "ok", "crash", "ok"]
-    assert [v.status for v in results[0][200:208]] == statuses
+    assert [score.status for score in results[0][200:208]] == statuses
 
 
 def test_workers_ignore_job_signals(pool):
@@ -163,7 +163,7 @@ def test_an_interrupted_call_leaves_no_worker():
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with RewardPool(2, 30.0, MAKE) as pool:
+        with RewardPool(workers=2, timeout_s=30.0, judge_factory=MAKE) as pool:
             before = pids(pool)
             signal.setitimer(signal.ITIMER_REAL, 0.5)
             with pytest.raises(KeyboardInterrupt):
@@ -175,7 +175,7 @@ def test_an_interrupted_call_leaves_no_worker():
 
 
 def test_close_ends_the_workers_and_fails_missing_scores():
-    pool = RewardPool(1, 60.0, MAKE)
+    pool = RewardPool(workers=1, timeout_s=60.0, judge_factory=MAKE)
     pool.score(ask("echo", "1"))
     (pid,) = pids(pool)
     scores = [pool.submit(request) for request in ask("hang", "hang", "b", "c")]
@@ -201,11 +201,11 @@ def test_workers_outlive_the_thread_that_made_the_pool():
 
 
 def test_killed_workers_are_replaced_and_a_closed_pool_leaves_no_thread_or_file():
-    with RewardPool(1, 20.0, MAKE) as pool:
+    with RewardPool(workers=1, timeout_s=20.0, judge_factory=MAKE) as pool:
         pool.score(ask("echo", "1"))
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with RewardPool(2, 20.0, MAKE) as pool:
+        with RewardPool(workers=2, timeout_s=20.0, judge_factory=MAKE) as pool:
             pool.score(ask("echo", "1", "0"))
             before = pids(pool)
             for pid in before:
@@ -217,7 +217,7 @@ def test_killed_workers_are_replaced_and_a_closed_pool_leaves_no_thread_or_file(
 
 def test_a_worker_that_cannot_start_is_a_user_error(monkeypatch):
     message = r"^reward worker cannot start: ModuleNotFoundError.*no_such_module"
-    with RewardPool(1, 5.0, "no_such_module:f") as pool:
+    with RewardPool(workers=1, timeout_s=5.0, judge_factory="no_such_module:f") as pool:
         scores = [pool.submit(request) for request in ask("echo", "1", "0")]
         for score in scores:
             with pytest.raises(UserError, match=message):
@@ -234,16 +234,16 @@ def test_a_worker_that_cannot_start_is_a_user_error(monkeypatch):
 
 
 def test_an_in_process_function_scores_only_its_own_rows():
-    def own(answer: str, row: VerifierRow) -> float:
+    def score_locally(answer: str, row: VerifierRow) -> float:
         scored.append((answer, row["id"]))
         return 1 / len(answer)
 
     scored: list[tuple[str, str]] = []
-    with RewardPool(1, 20.0, MAKE, function=own) as pool:
+    with RewardPool(1, 20.0, MAKE, function=score_locally) as pool:
         scores = pool.score([*ask(IN_PROCESS, "ab", "", "ab", None), *ask("echo", "0.25")])
         pool.cancel()
         assert pool.score(ask(IN_PROCESS, "abcd")) == [ScoreResult(0.25, "ok")]
-    assert [v.status for v in scores] == ["ok", "error", "ok", "no_answer", "ok"]
-    assert [v.reward for v in scores] == [0.5, 0.0, 0.5, 0.0, 0.25]
+    assert [score.status for score in scores] == ["ok", "error", "ok", "no_answer", "ok"]
+    assert [score.reward for score in scores] == [0.5, 0.0, 0.5, 0.0, 0.25]
     assert [answer for answer, _ in scored if answer != "reference"] == ["ab", "", "ab", "abcd"]
     assert {name for _, name in scored} == {"p"}

@@ -36,10 +36,10 @@ def test_a_call_of_many_megabytes_passes_through_the_pipe():
 def test_a_failing_constructor_gives_its_reason():
     with closing(WorkerProcess("callables:missing")) as worker:
         with pytest.raises(WorkerLostError, match=r"^KeyError: 'a'$") as lost:
-            list(worker.run([("a", ())], 10.0))
+            list(worker.run([("a", ())], seconds=10.0))
         assert not lost.value.during_call
         with pytest.raises(WorkerLostError):
-            list(worker.run([("a", ())], 10.0))
+            list(worker.run([("a", ())], seconds=10.0))
 
 
 def test_a_frozen_worker_times_out(monkeypatch):
@@ -48,7 +48,7 @@ def test_a_frozen_worker_times_out(monkeypatch):
         with closing(WorkerProcess("callables:sleeper")) as worker:
             os.kill(worker.pid, signal.SIGSTOP)
             with pytest.raises(WorkerLostError, match=r"^no answer in 0\.2 s$") as lost:
-                list(worker.run([("a", ("x" * size,))], 10.0))
+                list(worker.run([("a", ("x" * size,))], seconds=10.0))
         assert not lost.value.during_call
         assert not psutil.pid_exists(worker.pid)
 
@@ -61,9 +61,9 @@ import sys, time
 sys.path.insert(0, {str(tmp_path)!r})
 from megatron_brorl.rewards.worker_process import WorkerProcess
 worker = WorkerProcess("callables:sleeper")
-list(worker.run([("a", (0,))], 60.0))
+list(worker.run([("a", (0,))], seconds=60.0))
 print(worker.pid, flush=True)
-list(worker.run([("a", ({seconds},))], 60.0))
+list(worker.run([("a", ({seconds},))], seconds=60.0))
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

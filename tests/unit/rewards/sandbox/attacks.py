@@ -1,7 +1,7 @@
 """Programs that try to leave a sandbox, to exhaust the machine or to pass a test without solving it.
 
-Each prints "breached" on success and "held" if it was refused. Those of ENDLESS must be stopped. SEED and SECRET, the
-path of a file outside, are defined for them. Run them only in a sandbox.
+Each program prints "breached" on success and "held" if it was refused. The programs of ENDLESS must be stopped. All can
+use SEED, and SECRET, the path of a file outside the sandbox. Run them only in a sandbox.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ REFUSED = {
     "attempt(lambda: subprocess.run(['/usr/bin/su', '-c', 'true'], capture_output=True).returncode == 0)",
 }
 
-# Programs that try to pass without solving the test. They cannot know its secret number.
+# Programs that try to pass without solving the test. They cannot know its expected output, 4711.
 FORGING = {
     "pickle": "import pickle, sys\n"
     "class P:\n    def __reduce__(self): return (print, ('unpickled',))\n"

@@ -1,6 +1,6 @@
 """Tests of programs in a sandbox.
 
-Hostile ones (attacks.py) can do no harm, and others succeed and fail as they do when CPython runs them.
+Hostile programs (attacks.py) do no harm. Harmless programs succeed or fail as they do when CPython runs them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox, problem
 from megatron_brorl.rewards.verifiers import code
 
-NEEDS = pytest.mark.skipif(problem() is not None, reason=str(problem()))
-SHORT = Sandbox(True, Limits(seconds=30.0, test_seconds=0.7, output_bytes=1 << 16))
-LONG = Sandbox(True, Limits(seconds=30.0, test_seconds=15.0, output_bytes=1 << 16))
+NEEDS_SANDBOX = pytest.mark.skipif(problem() is not None, reason=str(problem()))
+SHORT = Sandbox(isolated=True, limits=Limits(seconds=30.0, test_seconds=0.7, output_bytes=1 << 16))
+LONG = Sandbox(isolated=True, limits=Limits(seconds=30.0, test_seconds=15.0, output_bytes=1 << 16))
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def secret(tmp_path, monkeypatch):
 def run(name: str, secret: str, sandbox: Sandbox) -> Outcome:
     """Return the outcome, and check that no process is left and that no file outside has changed."""
     before = children()
-    outcome = sandbox.run(attacks.program(name, 1, secret), "")
+    outcome = sandbox.run(attacks.program(name, seed=1, secret=secret), stdin="")
     assert children() <= before
     assert Path(secret).read_text() == "a secret"
     assert list(Path(secret).parent.iterdir()) == [Path(secret)]
@@ -69,13 +69,13 @@ def children() -> set[str]:
         if not fields["State"].strip().startswith("Z") or int(fields["PPid"]) == os.getpid():
             parents[path.parent.name] = fields["PPid"].strip()
     pids = {str(os.getpid())}
-    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
-        pids |= more
+    while new_pids := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= new_pids
     return pids - {str(os.getpid())}
 
 
 @pytest.mark.slow
-@NEEDS
+@NEEDS_SANDBOX
 @pytest.mark.parametrize("name", attacks.ENDLESS)
 def test_endless_programs_are_stopped(name, secret):
     start = time.monotonic()
@@ -83,29 +83,29 @@ def test_endless_programs_are_stopped(name, secret):
     assert time.monotonic() - start < SHORT.limits.seconds
 
 
-@NEEDS
+@NEEDS_SANDBOX
 @pytest.mark.parametrize("name", attacks.REFUSED)
 def test_forbidden_actions_are_refused(name, secret):
     outcome = run(name, secret, LONG)
     assert (outcome.status, outcome.stdout) == ("ok", "held\n")
 
 
-@NEEDS
+@NEEDS_SANDBOX
 @pytest.mark.parametrize("name", [*attacks.CRASHING, *attacks.FORGING])
 def test_crashing_and_forging_programs_gain_nothing(name, secret):
     assert run(name, secret, SHORT).stdout.strip() != "4711"
 
 
-@NEEDS
+@NEEDS_SANDBOX
 def test_harmless_attacks_succeed_without_isolation(secret):
-    """The test above would be worthless if the attacks failed for another reason than the sandbox."""
-    bare = Sandbox(False, LONG.limits)
+    """Show that it is the sandbox that makes attacks fail in test_forbidden_actions_are_refused."""
+    bare = Sandbox(isolated=False, limits=LONG.limits)
     for name in ("read a file", "read /etc/passwd", "/proc", "UNIX socket", "memfd", "list the root"):
-        outcome = bare.run(attacks.program(name, 1, secret), "")
+        outcome = bare.run(attacks.program(name, seed=1, secret=secret), stdin="")
         assert outcome.stdout == "breached\n", name
 
 
-@NEEDS
+@NEEDS_SANDBOX
 def test_an_orphan_of_one_test_is_gone_before_the_next():
     """The second test sees no process of the first."""
     program = (
@@ -122,7 +122,7 @@ def test_an_orphan_of_one_test_is_gone_before_the_next():
     assert (first.status, second.stdout) == ("ok", "True\n")
 
 
-@NEEDS
+@NEEDS_SANDBOX
 def test_programs_can_use_files_threads_processes_and_pipes():
     program = (
         "import asyncio, os, subprocess, tempfile, threading\n"
@@ -137,7 +137,7 @@ def test_programs_can_use_files_threads_processes_and_pipes():
     assert (outcome.status, outcome.stdout) == ("ok", f"thread\nprocess\n{1 << 20} ä\n"), outcome
 
 
-@NEEDS
+@NEEDS_SANDBOX
 def test_programs_run_as_an_unprivileged_user(tmp_path):
     program = (
         "import os, ctypes\n"
@@ -147,28 +147,28 @@ def test_programs_run_as_an_unprivileged_user(tmp_path):
         "assert libc.capget(ctypes.byref(H(0x20080522, 0)), data) == 0\n"
         "print(os.getuid(), os.getgid(), os.geteuid(), list(data)[:2], libc.prctl(39, 0, 0, 0, 0), os.getgroups())\n"
     )
-    outcome = LONG.run(program, "")
+    outcome = LONG.run(program, stdin="")
     # capget returns the effective and permitted capabilities. 39 is PR_GET_NO_NEW_PRIVS: exec gives no privileges.
     assert outcome.stdout == f"{isolation.USER} {isolation.USER} {isolation.USER} {[0, 0]} 1 {[]}\n", outcome
 
 
-@NEEDS
+@NEEDS_SANDBOX
 def test_the_number_of_processes_is_bounded():
     program = (
         "import os, time\nn = 0\n"
         "try:\n    while n < 100:\n        if os.fork() == 0: time.sleep(1e6)\n        n += 1\n"
         "except OSError: pass\nprint(n)"
     )
-    assert 0 < int(LONG.run(program, "").stdout) <= LONG.limits.processes
+    assert 0 < int(LONG.run(program, stdin="").stdout) <= LONG.limits.processes
 
 
-@NEEDS
+@NEEDS_SANDBOX
 def test_killing_the_scoring_process_ends_its_sandboxes(tmp_path):
     """SIGKILL gives the process no chance to clean up."""
     code = (
         "from megatron_brorl.rewards.sandbox.run import Sandbox\n"
         "from megatron_brorl.rewards.sandbox.isolation import Limits\nprint('+', flush=True)\n"
-        "Sandbox(True, Limits(seconds=600.0, test_seconds=600.0)).run('import time; time.sleep(600)', '')"
+        "Sandbox(True, Limits(seconds=600.0, test_seconds=600.0)).run('import time; time.sleep(600)', stdin='')"
     )
     before = children()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -267,30 +267,30 @@ FORMS = {
 }
 
 
-def some(names: Iterable[str]) -> list[Any]:
+def mostly_slow(names: Iterable[str]) -> list[Any]:
     """Return all names, four of five of them marked as slow."""
     return [pytest.param(name, marks=pytest.mark.slow if i % 5 else ()) for i, name in enumerate(names)]
 
 
-@NEEDS
-@pytest.mark.parametrize("name", some(EXITS))
+@NEEDS_SANDBOX
+@pytest.mark.parametrize("name", mostly_slow(EXITS))
 def test_a_script_ends_as_it_does_under_cpython(name, tmp_path):
     """Success is the same, and so is the output of successful programs."""
     path = tmp_path / "solution.py"
     path.write_text(EXITS[name])
     real = subprocess.run([sys.executable, "-I", str(path)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    outcome = LONG.run(EXITS[name], "")
+    outcome = LONG.run(EXITS[name], stdin="")
     assert (outcome.status == "ok") == (real.returncode == 0), outcome
     if real.returncode == 0:
         assert outcome.stdout == real.stdout
 
 
-@NEEDS
+@NEEDS_SANDBOX
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", some([*(f"loaded {n}" for n in LOADED), *(f"called {n}" for n in CALLED)]))
+@pytest.mark.parametrize("name", mostly_slow([*(f"loaded {n}" for n in LOADED), *(f"called {n}" for n in CALLED)]))
 def test_a_test_passes_only_if_the_function_returns(name, form):
-    when, _, which = name.partition(" ")
-    program, share = {"loaded": LOADED, "called": CALLED}[when][which]
+    stage, _, case = name.partition(" ")
+    program, share = {"loaded": LOADED, "called": CALLED}[stage][case]
     row = {"id": "1", "prompt": "", "answer": None, "metadata": {"function": "add", **FORMS[form]}}
     assert code.verify(program, row, LONG).reward == share
 

@@ -11,9 +11,9 @@ DRESSES = ["{}", "({})", "{}.", "{})", "**{}**", r"\boxed{{{}}}", r"\boxed{{\tex
 CHOICES = ["London", "Paris", "a dog", "12 m"]
 
 
-def reward(response, to):
+def reward(response, task):
     answer = find(response)
-    return 0.0 if answer is None else verify(answer, to).reward
+    return 0.0 if answer is None else verify(answer, task).reward
 
 
 @pytest.mark.parametrize("dress", DRESSES)
@@ -39,9 +39,9 @@ def test_several_letters_or_none_are_not_an_answer(response):
 
 
 def test_text_of_an_option_counts_as_its_letter():
-    to = row("B", choices=CHOICES)
-    assert reward("The answer is Paris.", to) == reward(r"\boxed{B. Paris}", to) == reward("paris", to) == 1
-    assert reward("London", to) == reward("The answer is Rome.", to) == 0
-    assert verify("B. London", to).reason == "no answer: no single option in B. London"
+    task = row("B", choices=CHOICES)
+    assert reward("The answer is Paris.", task) == reward(r"\boxed{B. Paris}", task) == reward("paris", task) == 1
+    assert reward("London", task) == reward("The answer is Rome.", task) == 0
+    assert verify("B. London", task).reason == "no answer: no single option in B. London"
     assert reward(r"\boxed{12\text{ m}}", row("D", choices=CHOICES)) == 1
-    assert verify("A", to).reason == "A is not B"
+    assert verify("A", task).reason == "A is not B"

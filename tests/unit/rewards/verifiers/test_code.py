@@ -20,7 +20,7 @@ from megatron_brorl.rewards.verifiers import code
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
 
-NEEDS = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
+NEEDS_SANDBOX = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
 LONG = Sandbox(isolated=True, limits=Limits(seconds=40.0, test_seconds=10.0))
 BARE = Sandbox(isolated=False, limits=Limits(seconds=40.0, test_seconds=10.0))  # for harmless programs
 SHORT = Sandbox(isolated=True, limits=Limits(seconds=40.0, test_seconds=0.7))
@@ -50,7 +50,7 @@ SCRIPTS = [
         },
     ),
 ]
-# A function, its calls with their results, and lambdas that pass all, none and half of the tests.
+# Each case: the name of a function, its calls (arguments, result), and lambdas that pass all, none and half of them.
 FUNCTIONS = [
     ("add", [([0, 2], 2), ([1, 2], 3)], ["a, b: a + b", "a, b: None", "a, b: b"]),
     ("swap", [([1, 1], [1, 1]), ([1, 2], [2, 1])], ["a, b: (b, a)", "a, b: None", "a, b: (a, b)"]),
@@ -71,13 +71,17 @@ def problems() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
     """Yield metadata, and programs with their rewards."""
     for examples, programs in SCRIPTS:
         yield {"tests": [{"input": given, "output": expected} for given, expected in examples]}, programs
-    calls = [(name, {"tests": [{"args": a, "expected": e} for a, e in results]}, ls) for name, results, ls in FUNCTIONS]
-    for name, tests, lambdas in [*calls, *((name, {"asserts": asserts}, ls) for name, asserts, ls in ASSERTS)]:
+    calls = [
+        (name, {"tests": [{"args": args, "expected": result} for args, result in results]}, lambdas)
+        for name, results, lambdas in FUNCTIONS
+    ]
+    asserts = [(name, {"asserts": lines}, lambdas) for name, lines, lambdas in ASSERTS]
+    for name, tests, lambdas in [*calls, *asserts]:
         programs = [f"import math, collections\n{name} = lambda {body}" for body in lambdas]
         yield {"function": name, **tests}, dict(zip(programs, (1, 0, 0.5), strict=True))
 
 
-@NEEDS
+@NEEDS_SANDBOX
 @pytest.mark.parametrize(("metadata", "programs"), list(problems()))
 def test_reward_is_the_share_of_passed_tests(metadata, programs):
     for program, share in programs.items():
@@ -85,16 +89,16 @@ def test_reward_is_the_share_of_passed_tests(metadata, programs):
         assert (result.reward, bool(result.reason), result.parts) == (share, share < 1, {"tests": share}), program
 
 
-@NEEDS
+@NEEDS_SANDBOX
 def test_programs_are_scored_in_worker_processes():
     """Score responses through the pool, where a worker has a memory limit and a deadline."""
     requests, expected = [], []
     for metadata, programs in list(problems())[::5]:  # one of each form
-        prompt = Prompt("p", "", (1,), None, "code", metadata)
+        prompt = Prompt("p", text="", token_ids=(1,), answer=None, verifier="code", metadata=metadata)
         for program, share in programs.items():
             requests.append(ScoreRequest(prompt, code.find(f"So:\n```python\n{program}\n```\nDone.")))
             expected.append(share)
-    with RewardPool(1, 60.0) as pool:
+    with RewardPool(workers=1, timeout_s=60.0) as pool:
         assert [(score.status, score.reward) for score in pool.score(requests)] == [("ok", share) for share in expected]
 
 
@@ -127,7 +131,7 @@ HACKS = {
 }
 
 
-@NEEDS
+@NEEDS_SANDBOX
 @pytest.mark.parametrize("name", HACKS)
 def test_reward_hacks_earn_nothing(name):
     for metadata in (ADD, ADD_ASSERTS):
@@ -141,7 +145,7 @@ CHECK = "def check(candidate):\n    assert math.isclose(candidate(4), 2)\n    as
 EXPECTS = "try:\n    f(0)\nexcept ZeroDivisionError:\n    raised = True\nassert raised"
 
 
-@NEEDS
+@NEEDS_SANDBOX
 @pytest.mark.parametrize(
     ("metadata", "right", "wrong"),
     [
@@ -201,7 +205,7 @@ def test_programs_run_after_the_prelude_in_its_namespace(program, metadata, rewa
     assert score(program, metadata, BARE).reward == reward
 
 
-@NEEDS
+@NEEDS_SANDBOX
 def test_methods_keyword_arguments_and_tolerance():
     tests = [{"args": [1], "kwargs": {"by": by}, "expected": expected} for by, expected in ((2, 0.5), (3, 0.3333))]
     metadata = {"function": "Solution.div", "tests": tests}
@@ -210,7 +214,7 @@ def test_methods_keyword_arguments_and_tolerance():
     assert score(program, {**metadata, "tolerance": 1e-3}).reward == 1.0
 
 
-@NEEDS
+@NEEDS_SANDBOX
 def test_endless_test_fails_alone_and_a_program_has_a_deadline():
     program = "n = int(input().split()[0])\nwhile n == 1: pass\nprint(2 * n + 4711)"
     result = score(program, ADD_SCRIPT, SHORT)

@@ -17,12 +17,12 @@ def fence(content: str, language: str = "python", mark: str = "```") -> str:
     return f"{mark}{language}\n{content}\n{mark}\n"
 
 
+# Programs of the responses below. MAIN and SOLVE print twice the number that they read. FIRST is wrong: it adds 1.
 MAIN = "n = int(input())\nprint(n * 2)"
 SOLVE = (
     "import sys\n\ndef solve():\n    n = int(sys.stdin.readline())\n    print(2 * n)\n\n"
     "if __name__ == '__main__':\n    solve()"
 )
-
 FIRST = "n = int(input())\nprint(n + n + 1)"
 QUOTES = 'def doc():\n    """Example:\n\n```python\n>>> doc()\n```\n    """\n\nn = int(input())\nprint(n * 2)'
 BARE_QUOTES = "TEXT = '''\n```\n{}\n```\n'''\nprint(TEXT.format(input()))"
@@ -89,7 +89,7 @@ FUNCTIONS = {
 
 def chosen(response: str, function: str | None = None, has_input: bool = True) -> str | None:
     """Return the program that would run."""
-    answer = extract(response, code.find, 1 << 16).answer
+    answer = extract(response, code.find, max_chars=1 << 16).answer
     return None if answer is None else code_blocks.program(answer, function, has_input)
 
 
@@ -132,16 +132,16 @@ def test_last_program_that_prints_counts_without_input():
 @pytest.mark.parametrize("prelude", ["from math import *", "from math import gcd, pi", "pi, gcd = 3, max"])
 def test_names_of_the_prelude_count_as_defined(prelude):
     blocks = fence("print(1)") + fence("print(gcd(4, 6), pi)") + fence("print(solve(1))")
-    assert code_blocks.program(blocks, None, True, prelude) == "print(gcd(4, 6), pi)\n"
-    assert code_blocks.program(blocks, None, True) == "print(1)\n"
+    assert code_blocks.program(blocks, None, has_input=True, prelude=prelude) == "print(gcd(4, 6), pi)\n"
+    assert code_blocks.program(blocks, function=None, has_input=True) == "print(1)\n"
 
 
 def test_text_without_blocks_is_a_program():
     """A text without fences is a reference, or the part of a response that reward.extract selects."""
-    assert code_blocks.program(MAIN, None, True) == MAIN
-    assert code_blocks.program(QUOTES, None, True) == QUOTES
-    assert code_blocks.program(f"So:\n{fence(QUOTES)}", None, True) == QUOTES + "\n"
-    assert code_blocks.program("", None, True) == ""
+    assert code_blocks.program(MAIN, function=None, has_input=True) == MAIN
+    assert code_blocks.program(QUOTES, function=None, has_input=True) == QUOTES
+    assert code_blocks.program(f"So:\n{fence(QUOTES)}", function=None, has_input=True) == QUOTES + "\n"
+    assert code_blocks.program("", function=None, has_input=True) == ""
 
 
 @pytest.mark.parametrize(

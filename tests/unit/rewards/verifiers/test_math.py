@@ -1,7 +1,7 @@
 r"""Verifier `math` on answers written by hand, in answer_pairs.tsv.
 
-A line has a kind, a reference, and answers: =right, !wrong, and ?right but refused. In the kinds `hashes` and `choice`
-(of verifier `choice`), an answer is a whole response, in which a line ends at \u23ce.
+A line has a kind, a reference, and answers. The first character of an answer marks it as = right, ! wrong, or ? right
+but refused. In the kinds `hashes` and `choice` (verifier `choice`), an answer is a response with \u23ce for line ends.
 """
 
 from __future__ import annotations

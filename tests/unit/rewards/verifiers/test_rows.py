@@ -71,7 +71,7 @@ REFUSED = {
         (row(source_dataset="bitwise_arithmetic", entry=CODE), "metadata.entry.metadata.problem = "),
     ],
     "ifeval": [
-        *((row(instruction_id_list=[kind], kwargs=[kwargs]), named) for kind, kwargs, named in INSTRUCTIONS),
+        *((row(instruction_id_list=[kind], kwargs=[kwargs]), message) for kind, kwargs, message in INSTRUCTIONS),
         (row(), "metadata.instruction_id_list"),
         (row(instruction_id_list=[NO_COMMA]), "metadata.kwargs, a list of 1 objects"),
         (row(instruction_id_list=[NO_COMMA] * 17), "at most 16"),
@@ -91,10 +91,10 @@ USABLE = {
 
 
 @pytest.mark.parametrize(
-    ("verifier", "refused_row", "named"), [(v, *case) for v, cases in REFUSED.items() for case in cases]
+    ("verifier", "refused_row", "message"), [(v, *case) for v, cases in REFUSED.items() for case in cases]
 )
-def test_unusable_rows_are_refused(verifier, refused_row, named):
-    with pytest.raises(UserError, match=rf"^f\.jsonl:1: [^\n]*{named}[^\n]*$"):
+def test_unusable_rows_are_refused(verifier, refused_row, message):
+    with pytest.raises(UserError, match=rf"^f\.jsonl:1: [^\n]*{message}[^\n]*$"):
         registry.entry(verifier, "verifier").check_row(refused_row, "f.jsonl:1")
 
 

@@ -31,10 +31,10 @@ from megatron_brorl.rewards.verifiers.short_answer import check_row, find, verif
     ],
 )
 def test_short_answers(right, response, reference, metadata):
-    to = row(reference, **metadata)
-    check_row(to, "a:1")
+    task = row(reference, **metadata)
+    check_row(task, "a:1")
     answer = find(response)
-    assert (0.0 if answer is None else verify(answer, to).reward) == right
+    assert (0.0 if answer is None else verify(answer, task).reward) == right
 
 
 @pytest.mark.parametrize(
