@@ -45,7 +45,7 @@ def make_rows(count: int) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> Figure:
-    run = RecordedRun(Path("x"), rows, summary or {}, {}, [], [])
+    run = RecordedRun(Path("x"), rows, summary or {}, config={}, starts=[], moments=[])
     return curves_figure(rows, run.summary, evaluations(run))
 
 
