@@ -28,7 +28,7 @@ SAMPLING = Sampling(1.0, 1.0, 0, 12, (1,), shares_prefixes=False)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    module = tiny.make_model(directory, "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    module = tiny.make_model(directory, "qwen2", tied=True, vocab_size=304, bos_token_id=0, eos_token_id=1)
     make_hf(directory, chat_template=TEMPLATE)
     return directory, module
 

@@ -40,7 +40,7 @@ chat_template_kwargs = {{ enable_thinking = false }}
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dated")
-    tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    tiny.make_model(folder / "model", "qwen2", tied=True, vocab_size=304, bos_token_id=0, eos_token_id=1)
     make_hf(folder / "model", chat_template=TEMPLATE)
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(3) for b in range(3)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

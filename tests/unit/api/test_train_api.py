@@ -20,7 +20,7 @@ ROWS = [{"prompt": f"{a} + {b} =", "answer": str((a + b) % 10)} for a in range(3
 def tables(tmp_path_factory):
     """Return the configuration of a run of two steps."""
     folder = tmp_path_factory.mktemp("train_api")
-    tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    tiny.make_model(folder / "model", "qwen2", tied=True, vocab_size=304, bos_token_id=0, eos_token_id=1)
     make_hf(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return {

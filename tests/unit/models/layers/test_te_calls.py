@@ -103,7 +103,7 @@ def test_fused_rotation_gets_the_angle_of_every_token(processes, tmp_path, monke
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", fused)
     monkeypatch.setattr(gpt, "uses_te_layers", lambda shape: True)
-    tiny.make_model(tmp_path, "qwen2", True)
+    tiny.make_model(tmp_path, "qwen2", tied=True)
     shape = read_shape(tmp_path)
     ops = backend("reference", torch.device("cpu"))
     config = gpt.transformer_config(shape, processes, torch.float32, False, ops)
@@ -123,7 +123,7 @@ def test_gradients_are_added_to_main_grad_in_the_products_of_trained_weights(
     processes, tmp_path, monkeypatch, optim, lora
 ):
     monkeypatch.setattr(ColumnLinear, "fuse_wgrad_accumulation", False, raising=False)  # as Transformer Engine's
-    tiny.make_model(tmp_path, "qwen2", True)
+    tiny.make_model(tmp_path, "qwen2", tied=True)
     options = StageOptions(200, backend("reference", torch.device("cpu")), lora=lora)
     worker = Worker(read_shape(tmp_path), processes, options, optim)
     fused = {layer.fuse_wgrad_accumulation for layer in worker.module.modules() if isinstance(layer, ColumnLinear)}
