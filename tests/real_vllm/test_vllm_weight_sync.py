@@ -95,7 +95,7 @@ def test_check_after_weight_sync_detects_a_stale_head(model, start, tmp_path, mo
     assert gap.max < 1e-4
     correct.close()
 
-    # A stale engine is restarted once with the same weights and fails restarts.
+    # A wrong engine is restarted once with the same weights and fails again.
     monkeypatch.setattr(process.megatron_brorl, "__file__", str(planted / "__init__.py"))
     monkeypatch.chdir(tmp_path)  # python -m searches the working directory first
     stale = start(model)

@@ -118,7 +118,7 @@ EOT, EOM, BOS = "add_eot_token_id", "add_eom_token_id", "add_add_bos_token"
     ("settings", "stops"), [({}, [2]), ({EOT: 2, BOS: False}, [2]), ({EOT: 0, BOS: True}, [0, 2]), ({EOM: 1}, [1, 2])]
 )
 def test_user_defined_tokens_bos_and_the_ends_of_turns_are_kept(tmp_path, settings, stops):
-    """The added tokens follow the vocabulary of tokenizers, which treats the text around them as bos."""
+    """The added tokens follow the vocabulary of tokenizers, which treats the text around them as before."""
     source, tokenizer = make_model(tied=True), make_tokenizer(size=285)
     file = write(tmp_path / "in.gguf", source, tokenizer, added=("<think>", "</think>", "  <x>"), **settings)
     convert(file, tmp_path / "out")

@@ -81,7 +81,7 @@ def test_a_conversion_refuses_to_replace_its_inputs(root, capsys):
     for line, message in {
         "to-megatron X/model linked/model": "linked/model: would replace the source, X/model",
         "to-hf X/model config --config config": "config: would replace --config, config",
-        "to-hf X/model X/model/hf": "X/model/hf: is message of the source, X/model",
+        "to-hf X/model X/model/hf": "X/model/hf: is part of the source, X/model",
     }.items():
         before = tree(root)
         assert message in error_line(capsys, "convert", *line.split(), "--overwrite")

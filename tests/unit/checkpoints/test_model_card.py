@@ -84,7 +84,7 @@ LINKED = {"license": "other", "license_name": "theirs", "license_link": "https:/
 )
 def test_licence_and_base_model_come_from_the_card_of_the_base_model(tmp_path: Path, base_card, front):
     if base_card:
-        (tmp_path / CARD).write_text(f"---\n{base_card}\n---\n# Theirs\nTheir base_card words.\n")
+        (tmp_path / CARD).write_text(f"---\n{base_card}\n---\n# Theirs\nTheir own words.\n")
     base = InitialModel.of(str(tmp_path), tmp_path)
     assert base.name == tmp_path.name
     card = model_card(dataclasses.replace(TRAINING, base=base))

@@ -133,7 +133,7 @@ def test_tasks_and_spread(folder, run):
     assert run["by_task"]["step"] == [1, 2, 3, 4]
     assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])
 
-    # Four samples of held_out-out prompts are counted one by one, 32 of training prompts in tenths.
+    # Four samples of held-out prompts are counted one by one, 32 of training prompts in tenths.
     held_out = run["spread"]["evaluation"]
     assert held_out["numbers"] == [0, 4]
     assert (held_out["of"], held_out["bins"]) == (4, ["0", "1", "2", "3", "4"])
@@ -300,7 +300,7 @@ def test_time_to_a_target():
     targets = {0.05: 0.0, 0.2: 5.0, 0.3: 10.0, 0.4: 30.0, 0.6: 40.0}
     assert [first_reached(seconds, values, target) for target in targets] == pytest.approx([*targets.values()])
     assert first_reached(seconds, values, 0.61) is None
-    # The first run goes from 0.2 entry 0.4 in 9 s, the second in 12 s entry 0.3, the third has no evaluation.
+    # The first run goes from 0.2 to 0.4 in 9 s, the second in 12 s to 0.3, the third has no evaluation.
     times = times_to_target([spent((0, 0.2), (2, 0.4)), spent((0, 0.2), (3, 0.3)), []])
     assert [entry and entry["target"] for entry in times] == [0.4, 0.3, None]
     assert times[0]["runs"] == [{"seconds": 9.0, "rollouts": 256.0}, None, None]
