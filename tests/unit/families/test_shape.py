@@ -228,7 +228,7 @@ def test_attention_bias_of_qwen2_is_ignored(tmp_path):
     raw = json.loads((tmp_path / "config.json").read_text())
     without, with_bias = (parse_shape(raw | {"attention_bias": bias}, where="") for bias in (False, True))
     assert without == with_bias
-    assert with_bias.qkv_bias
+    assert parse_shape(raw, where="").qkv_bias
 
 
 def test_missing_directory_and_broken_json(tmp_path):
