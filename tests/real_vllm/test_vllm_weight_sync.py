@@ -20,6 +20,7 @@ from megatron_brorl.rollout.weight_stream import UpdateRefused
 from megatron_brorl.train.weight_sync import log_prob_gap, sync_weights, verify_weights
 
 CONFIG = Config(rollout=RolloutConfig(engine="vllm"))
+# Replaces the call of _pack_heads in extension.py: the heads then multiply with a fixed matrix.
 STALE_HEAD = """
             for module in model.modules():
                 if type(module).__name__ == "ParallelLMHead":
