@@ -23,11 +23,11 @@ def responses(
 ) -> list[list[int]]:
     """Return the responses that the fake engine samples in a step (stream), including the stop tokens."""
     sampled_rows = enumerate(fakes.draws(stream_key(seed, stream, prompt.id), range(n), tokens))
-    gone = set(lost)
+    lost_slots = set(lost)
     return [
         row[: row.index(fakes.STOP) + 1] if fakes.STOP in row else row
         for sibling, row in sampled_rows
-        if (prompt.id, sibling) not in gone
+        if (prompt.id, sibling) not in lost_slots
     ]
 
 
@@ -43,7 +43,7 @@ def right(response: list[int]) -> float:
 def first_step(seed: int, count: int, n: int, tokens: int, lost: Iterable[Slot] = ()) -> list[Group]:
     """Return the groups of the first step. A response that was cut off is wrong."""
     rows = [(prompt, responses(seed, prompt, n, tokens, lost)) for prompt in fakes.prompts(count)]
-    return [(prompt, own, list(map(right, own))) for prompt, own in rows]
+    return [(prompt, sampled, list(map(right, sampled))) for prompt, sampled in rows]
 
 
 def update(
@@ -66,16 +66,16 @@ def update(
         longest = max(map(len, rows))
         padded = torch.tensor([[*prompt.token_ids, *row, *[0] * (longest - len(row))] for row in rows])
         log_probs = model(padded).logits[:, start - 1 : -1].log_softmax(-1)
-        for sibling, (row, of_tokens) in enumerate(zip(rows, log_probs, strict=True)):
+        for sibling, (row, row_log_probs) in enumerate(zip(rows, log_probs, strict=True)):
             advantage = next(advantages)
             slot = (prompt.id, sibling)
             if slot in left_out or (factors is not None and slot not in factors):
                 continue
             factor, tokens = factors[slot] if factors else (1.0, len(row))
-            lp = of_tokens[torch.arange(len(row)), torch.tensor(row)]
-            sampled = torch.tensor([fakes.log_prob(t, 0) for t in row])
-            weight = (lp.detach() - sampled).exp().clamp(max=cap)
-            total = total - factor * (weight * (lp - lp.detach()).exp() * advantage).double().sum()
+            actor = row_log_probs[torch.arange(len(row)), torch.tensor(row)]
+            sampler = torch.tensor([fakes.log_prob(t, version=0) for t in row])
+            weight = (actor.detach() - sampler).exp().clamp(max=cap)
+            total = total - factor * (weight * (actor - actor.detach()).exp() * advantage).double().sum()
             count += len(row)
             divisor += tokens
     (total / divisor).backward()

@@ -29,7 +29,7 @@ _ALONE: list[Any] = []  # the grid of this process and its default group, if it 
 def processes() -> Any:
     """The grid of a single process, which test files share.
 
-    Some tests destroy it (`convert --verify`) or build one of their own; the next file then builds a new one.
+    Some tests destroy it (`convert --verify`) or build another grid. The next test file then builds a new one.
     """
     import torch.distributed as dist
 
@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     slow = set((TESTS / "slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
-        size = getattr(item, "callspec", None) and item.callspec.params.get("size", 1)
+        processes_of_world = item.callspec.params.get("size") if hasattr(item, "callspec") else None
         whole = item.path.is_relative_to(TESTS / "e2e") and not item.get_closest_marker("fast")
         name = f"tests/{item.nodeid.removeprefix('tests/')}"
-        if whole or (size or 1) > 2 or not slow.isdisjoint((name, name.partition("[")[0])):
+        if whole or (processes_of_world or 1) > 2 or not slow.isdisjoint((name, name.partition("[")[0])):
             item.add_marker("slow")

@@ -20,8 +20,8 @@ def quiet(_done: int, _name: str) -> None:
 
 
 def to_megatron(source: Path, target: Path, tensor: int, pipeline: int, config: Path | None = None) -> int:
-    megatron = (source / ".metadata").is_file()
-    opened = convert.open_megatron(source, config) if megatron else convert.open_hf(source)
+    is_megatron = (source / ".metadata").is_file()
+    opened = convert.open_megatron(source, config) if is_megatron else convert.open_hf(source)
     return convert.to_megatron(*opened, target, tensor, pipeline, quiet)
 
 
@@ -31,7 +31,7 @@ def to_hf(source: Path, target: Path, config: Path | None = None) -> int:
 
 def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1, run: dict[str, Any] | None = None) -> Path:
     """Write a checkpoint of one model at once, and return its folder. run: content of run.json."""
-    save = checkpoint.begin(root, step, [model], run or {}, keep, {}, copy=False)
+    save = checkpoint.begin(root, step, [model], run=run or {}, keep=keep, files={}, copy=False)
     save.write()
     save.raise_if_failed()
     return save.target
@@ -45,13 +45,13 @@ def refuse_checkpoint(patch: Any, trainer: Any, step: int) -> None:
     """Make the disk refuse the checkpoint of a step. patch: pytest's monkeypatch."""
     plan = checkpoint.plan
 
-    def planned(*arguments: Any) -> Any:
+    def plan_for_a_full_disk(*arguments: Any) -> Any:
         shards = plan(*arguments)
         if trainer.state.step == step:
             patch.setattr(shards, "write", raise_disk_full)
         return shards
 
-    patch.setattr(checkpoint, "plan", planned)
+    patch.setattr(checkpoint, "plan", plan_for_a_full_disk)
 
 
 def flip_a_bit(path: Path) -> None:
@@ -98,7 +98,7 @@ SMALLER = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, 
 
 
 def peak_of_allocations(run, mapped: Path) -> int:
-    """Return the most bytes of tensors alive at one time, by torch's own allocator. Ignore `mapped`, a file."""
+    """Return the most bytes of tensors alive at one time, by torch's allocator, without those mapped from a file."""
     size = mapped.stat().st_size
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()

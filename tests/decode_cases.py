@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron_brorl.ops.interface import PAGE, DecodeBatch, HeadNorms
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-EPS = 1e-5
-THETA = 100.0
-# (heads, kv heads, head size, own tokens of each row, its prompt, prompt tokens)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # norm of the error / norm of the exact result
+EPS = 1e-5  # of the norms of heads
+THETA = 100.0  # base of the rotary angles
+# (heads, kv heads, head size, response tokens of each row, prompt index of each row, tokens of each prompt)
 CASES: list[tuple[int, int, int, list[int], list[int], list[int]]] = [
     (4, 2, 64, [1, 16, 17, 40, 200], [0, 0, 0, 0, 0], [64]),
     (4, 4, 16, [3, 300, 1], [0, 1, 1], [1, 700]),
@@ -49,17 +49,17 @@ def rotate(x: Tensor, position: int) -> Tensor:
 
 
 def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
-    heads, kv, dim, own, prompts, prompt_lengths = CASES[number]
-    g = torch.Generator().manual_seed(number)
+    heads, kv, dim, row_lengths, prompts, prompt_lengths = CASES[number]
+    rng = torch.Generator().manual_seed(number)
 
     def rand(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g).to(dtype).double()
+        return torch.randn(*shape, generator=rng).to(dtype).double()
 
-    pages_of = [-(-n // PAGE) for n in (*own, *prompt_lengths)]
-    order = torch.randperm(sum(pages_of) + 3, generator=g).int().split([*pages_of, 3])[:-1]
+    page_counts = [-(-n // PAGE) for n in (*row_lengths, *prompt_lengths)]
+    order = torch.randperm(sum(page_counts) + 3, generator=rng).int().split([*page_counts, 3])[:-1]  # 3 unused pages
     width = -(-dim // PAGE) * PAGE
     # Unwritten memory has arbitrary content.
-    keys = torch.full((sum(pages_of) + 3, kv, dim, PAGE), float("nan"), dtype=dtype)
+    keys = torch.full((sum(page_counts) + 3, kv, dim, PAGE), float("nan"), dtype=dtype)
     values = torch.full((len(keys), kv, PAGE, width), float("nan"), dtype=dtype)
 
     def fill(pages: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -69,9 +69,9 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
             values[int(pages[t // PAGE]), :, t % PAGE, :dim] = v[t].to(dtype)
         return k, v
 
-    cached = [fill(p, n - 1) for p, n in zip(order, own, strict=False)]
-    shared = [fill(p, n) for p, n in zip(order[len(own) :], prompt_lengths, strict=True)]
-    qkv = rand(len(own), (heads + 2 * kv) * dim)
+    cached = [fill(p, n - 1) for p, n in zip(order, row_lengths, strict=False)]
+    shared = [fill(p, n) for p, n in zip(order[len(row_lengths) :], prompt_lengths, strict=True)]
+    qkv = rand(len(row_lengths), (heads + 2 * kv) * dim)
     weights = (rand(dim).float(), rand(dim).float())
     expected = []
     new_keys = []
@@ -81,7 +81,7 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
             q, k = (
                 x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * w for x, w in zip((q, k), weights, strict=True)
             )
-        position = prompt_lengths[prompts[b]] + own[b] - 1
+        position = prompt_lengths[prompts[b]] + row_lengths[b] - 1
         q, k = rotate(q, position), rotate(k, position)
         new_keys.append(k)
         all_k = torch.cat((shared[prompts[b]][0], cached[b][0], k.to(dtype).double()[None]))
@@ -89,20 +89,20 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
         for h in range(heads):
             scores = all_k[:, h // (heads // kv)] @ q[h] * dim**-0.5
             expected.append(scores.softmax(0) @ all_v[:, h // (heads // kv)])
-    positions = torch.tensor([prompt_lengths[p] + n - 1 for p, n in zip(prompts, own, strict=True)])
+    positions = torch.tensor([prompt_lengths[p] + n - 1 for p, n in zip(prompts, row_lengths, strict=True)])
     angle = positions.double()[:, None] * THETA ** (-torch.arange(dim // 2).double() / (dim // 2))
-    pad = torch.nn.utils.rnn.pad_sequence
+    pad = torch.nn.utils.rnn.pad_sequence  # padding_value -7: a page that must not be read
     rows = DecodeBatch(
         cos=angle.cos().float(),
         sin=angle.sin().float(),
-        tables=pad(list(order[: len(own)]), batch_first=True, padding_value=-7),
-        lengths=torch.tensor(own),
+        tables=pad(list(order[: len(row_lengths)]), batch_first=True, padding_value=-7),
+        lengths=torch.tensor(row_lengths),
         prompts=torch.tensor(prompts),
-        prompt_tables=pad(list(order[len(own) :]), batch_first=True, padding_value=-7),
+        prompt_tables=pad(list(order[len(row_lengths) :]), batch_first=True, padding_value=-7),
         prompt_lengths=torch.tensor(prompt_lengths),
     )
     norms = HeadNorms(*weights, EPS) if with_norms else None
-    out = torch.stack(expected).view(len(own), -1)
+    out = torch.stack(expected).view(len(row_lengths), -1)
     return Case(qkv.to(dtype), norms, keys, values, rows, dim, out, torch.stack(new_keys))
 
 

@@ -44,7 +44,7 @@ def commands(page: str, text: str) -> list[Command]:
     for match in BLOCK.finditer(text):
         reasons = None if match[1] is None else frozenset(part.strip() for part in match[1].split(","))
         line = text[: match.start(3)].count("\n") + 1
-        for number, words, stdin in _of_block(match[3], console=match[2] == "console"):
+        for number, words, stdin in _block_commands(match[3], console=match[2] == "console"):
             listed.append(Command(f"{page}:{line + number}", words, reasons, stdin=stdin))
     prose = FENCED.sub(lambda m: "\n" * m[0].count("\n"), text)
     for match in INLINE.finditer(prose):
@@ -53,7 +53,7 @@ def commands(page: str, text: str) -> list[Command]:
     return listed
 
 
-def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str]]:
+def _block_commands(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str]]:
     """Return line, words and input of each command of a block."""
     listed = []
     lines = block.splitlines()
@@ -61,20 +61,20 @@ def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str
     while i < len(lines):
         start = i
         line = lines[i]
-        text = ""
+        stdin = ""
         while line.endswith("\\") and i + 1 < len(lines):
             i += 1
             line = line[:-1] + " " + lines[i]
         if heredoc := re.search(r"<<-?\s*['\"]?(\w+)", line):
             while i + 1 < len(lines) and lines[i + 1].strip() != heredoc[1]:
                 i += 1
-                text += lines[i] + "\n"
+                stdin += lines[i] + "\n"
             i += 1  # END itself
             if file := re.match(r"cat > (\S+)", line):
-                listed.append((start, ("cat", file[1]), text))
+                listed.append((start, ("cat", file[1]), stdin))
                 line = ""
         if line.startswith("$ ") or not console:
-            listed += [(start, words, text) for words in _split(line.removeprefix("$ "))]
+            listed += [(start, words, stdin) for words in _split(line.removeprefix("$ "))]
         i += 1
     return listed
 
@@ -124,7 +124,6 @@ def fault(command: Command, toml: Path) -> str | None:
         # A command in a sentence may omit required arguments.
         return None if command.inline and complaint and "arguments are required" in complaint else complaint
 
-    # Programs and scripts of the repository.
     if words[0] == "make":
         text = (ROOT / "Makefile").read_text()
         while value := re.search(r"^(\w+) :?= (.*)\n", text, re.M):  # replace a variable by its value
@@ -147,8 +146,9 @@ def fault(command: Command, toml: Path) -> str | None:
 
 def _brorl(arguments: list[str], toml: Path) -> str | None:
     """Return the error of the parser or of the configuration, or None."""
-    names = [word for word in arguments if re.fullmatch("[a-z]+", word)]
-    words = [*arguments, "--help"] if names == arguments and names != ["config"] else arguments
+    only_names = all(re.fullmatch("[a-z]+", word) for word in arguments)
+    # A command that is only named in a text lacks its required arguments, which --help does not need.
+    words = [*arguments, "--help"] if only_names and arguments != ["config"] else arguments
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
@@ -161,11 +161,11 @@ def _brorl(arguments: list[str], toml: Path) -> str | None:
 
 
 def _configuration(path: str, overrides: list[str], toml: Path) -> str | None:
-    own = ROOT / path
-    if path.startswith("examples/") and not own.is_file():
+    file = ROOT / path
+    if path.startswith("examples/") and not file.is_file():
         return f"no file {path}"
     try:
-        load(own if own.is_file() else toml, overrides)
+        load(file if file.is_file() else toml, overrides)
     except UserError as e:
         return str(e)
     return None
@@ -173,21 +173,21 @@ def _configuration(path: str, overrides: list[str], toml: Path) -> str | None:
 
 def _script(words: tuple[str, ...], toml: Path) -> str | None:
     """Return the reason why a script, its options or its overrides are invalid, or None."""
-    place = next((i for i, word in enumerate(words) if re.search(r"\.(sh|py|sbatch)$", word)), None)
-    if place is None:
+    position = next((i for i, word in enumerate(words) if re.search(r"\.(sh|py|sbatch)$", word)), None)
+    if position is None:
         return f"{words[0]} without a script"
-    path = ROOT / words[place]
-    rest = words[place + 1 :]
-    if words[place].startswith("runs/"):
+    path = ROOT / words[position]
+    rest = words[position + 1 :]
+    if words[position].startswith("runs/"):
         return None  # a file that the reader has created
     if not path.is_file():
-        return f"no file {words[place]}"
+        return f"no file {words[position]}"
     # Add the modules that it imports from its folder, which may define the options.
     text = path.read_text()
     neighbours = [path.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, re.M)]
     text += "".join(file.read_text() for file in neighbours if file.is_file())
     for option in (word for word in rest if word.startswith("--")):
         if not re.search(rf"[\"' \[]{re.escape(option.partition('=')[0])}\b", text):
-            return f"{words[place]} knows no {option}"
+            return f"{words[position]} knows no {option}"
     overrides = [word for word in rest if re.match(r"[a-z]+\.[a-z_]+=", word)]
     return _configuration(str(path.with_suffix(".toml")), overrides, toml) if overrides else None

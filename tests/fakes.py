@@ -26,7 +26,7 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
     batch = []
     for i in range(first, first + count):
         ids = torch.randint(3, tiny.VOCAB, (1 + (5 * i + 3) % 9,), generator=torch.Generator().manual_seed(i))
-        batch.append(Prompt(f"p/{i}", "", tuple(ids.tolist()), None, "exact"))
+        batch.append(Prompt(f"p/{i}", text="", token_ids=tuple(ids.tolist()), answer=None, verifier="exact"))
     return batch
 
 
@@ -93,7 +93,7 @@ def reward(text: str) -> bool:
 def draws(key: int, siblings: Sequence[int], tokens: int, stop_below: float = 0.08) -> list[list[int]]:
     """Return the first tokens that the fake engine draws for each sibling.
 
-    A token is the stop token with probability `stop_below`, and otherwise uniform over the vocabulary.
+    A token is the stop token with probability `stop_below`, and otherwise uniform over the tokens from 3 on.
     """
     index = torch.tensor(siblings).repeat_interleave(tokens)
     us = uniforms(torch.full_like(index, key), index, torch.arange(tokens).repeat(len(siblings)))
@@ -115,7 +115,7 @@ class Engine:
     nonfinite: dict[tuple[str, int], float] = field(default_factory=dict)  # last log-probs of these rollouts
     deaf: threading.Event | None = None  # A stalled call ends at this event. None: it ends when it is cancelled.
     room: int = 4  # rows that the engine requests from a supply at a time
-    takes: int = 10**6  # most requests to a supply in a call
+    takes: int = 10**6  # how often a call asks its supply for requests at most
     version: int = -1
     calls: list[list[Request]] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)  # names of the methods that were called, in order
@@ -164,14 +164,14 @@ class Engine:
             siblings = range(request.first, request.first + request.n)
             tokens_of = dict(zip(siblings, draws(request.key, siblings, sampling.max_tokens), strict=True))
             for sibling in siblings:
-                name = (request.prompt.id, sibling)
-                if name in self.lose:
+                slot = (request.prompt.id, sibling)
+                if slot in self.lose:
                     continue
                 start = begun.get(sibling, Rollout(sibling, torch.zeros(0, dtype=torch.int64), torch.zeros(0), "cut"))
-                stalled |= name in self.stall
-                rollout = start if name in self.stall else self._go_on(start, tokens_of[sibling], sampling)
-                if name in self.nonfinite:
-                    rollout.log_probs[-1] = self.nonfinite[name]
+                stalled |= slot in self.stall
+                rollout = start if slot in self.stall else self._go_on(start, tokens_of[sibling], sampling)
+                if slot in self.nonfinite:
+                    rollout.log_probs[-1] = self.nonfinite[slot]
                 rollouts.append(rollout)
                 if rollout.finish != "cut":
                     callbacks.finished(number, rollout)
@@ -184,17 +184,17 @@ class Engine:
         """Yield the requests of a call, then those of the supply, each time after the earlier rows have ended."""
         call = self.calls[-1]
         yield from list(call)
-        for time_asked in range(self.takes if supply else 0):
+        for earlier_requests in range(self.takes if supply else 0):
             new = supply.next_requests(self.room)
-            if not new and time_asked:  # At first this rank's own share may be empty.
+            if not new and earlier_requests:  # The first answer may be empty, if this rank has no share of the call.
                 return
             call.extend(new)
             yield from new
 
     def _go_on(self, start: Rollout, tokens: list[int], sampling: Sampling) -> Rollout:
-        done = len(start.token_ids)
-        new = tokens[done : done + sampling.new_tokens]
-        finish = "length" if done + len(new) == sampling.max_tokens else "cut"
+        length_before = len(start.token_ids)
+        new = tokens[length_before : length_before + sampling.new_tokens]
+        finish = "length" if length_before + len(new) == sampling.max_tokens else "cut"
         ends = [i for i, token in enumerate(new) if token in sampling.stop_ids]
         if ends:
             new = new[: ends[0] + 1]

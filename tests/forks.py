@@ -52,9 +52,9 @@ def command_line(
     size = 0
     main = main or (_main if plots else main_without_plots)
     if "--processes" in words:
-        at = words.index("--processes")
-        size = int(words[at + 1])
-        del words[at : at + 2]
+        option = words.index("--processes")
+        size = int(words[option + 1])
+        del words[option : option + 2]
     if not size:
         return _complete([(main, words, environment, cwd)])
 
@@ -129,12 +129,12 @@ def adopt_listener(listener: socket.socket | None) -> None:
 
 
 def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[str]:
-    """Run `_forked` in one process per job, and return the exit code and the output of all."""
+    """Run `_forked` in one process per job (its arguments after `folder`); return the exit code and all output."""
     with TemporaryDirectory() as folder:
         if not cpu_bridge.on_gpu():
             server.ensure_running()
-        place = server._forkserver._forkserver_address
-        processes = [CONTEXT.Process(target=_forked, args=(place, folder, *job)) for job in jobs]
+        server_address = server._forkserver._forkserver_address
+        processes = [CONTEXT.Process(target=_forked, args=(server_address, folder, *job)) for job in jobs]
         for process in processes:
             process.start()
         code = _wait(processes)
@@ -168,32 +168,32 @@ def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
 
 
 def _forked(
-    place: str | None,
+    server_address: str | None,
     folder: str,
-    what: Callable[[list[str]], None],
+    function: Callable[[list[str]], None],
     arguments: list[str],
     environment: Mapping[str, str],
     cwd: Path | None = None,
     listener: socket.socket | None = None,
 ) -> None:
-    """Set environment and working directory, write the output to files, and call `what`."""
+    """Set environment and working directory, write the output to files, and call `function`."""
     if cwd:
         os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     adopt_listener(listener)
-    if place:
-        _have_forks(place)
+    if server_address:
+        _have_forks(server_address)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
         os.close(file)
-    what(arguments)
+    function(arguments)
 
 
-def _have_forks(place: str) -> None:
+def _have_forks(server_address: str) -> None:
     """Let this process fork its engines from the fork server of the test process, which is not its child."""
-    server._forkserver._forkserver_address = place
+    server._forkserver._forkserver_address = server_address
     server._forkserver.ensure_running = lambda: None
     remote_process.subprocess = engines()
 
@@ -216,7 +216,7 @@ def main_without_plots(arguments: list[str]) -> None:
 
 
 def _module(
-    ends: Any, in_session: Any, log: str, environment: Mapping[str, str], name: str, arguments: list[str]
+    stdin: Any, in_session: Any, log: str, environment: Mapping[str, str], name: str, arguments: list[str]
 ) -> None:
     os.setsid()
     in_session.close()
@@ -224,7 +224,7 @@ def _module(
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     with open(log, "ab") as output:
-        for file, number in ((ends.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2)):
+        for file, number in ((stdin.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2)):
             os.dup2(file, number)
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_brorl"
 
-# A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
+# A part of the package (a room) may import rooms on lower floors. Rooms of one floor may not import each other, except
+# on the lowest and the highest floor.
 FLOORS = [
     {"errors", "types", "config", "rollout_log", "files", "tracking", "families", "signals", "user_functions"},
     {"algo", "rewards"},
@@ -44,20 +45,20 @@ def imports(path: Path) -> set[str]:
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Return a cycle for every module at which a walk along the imports comes back to its own path."""
-    closed: list[list[str]] = []
-    done: set[str] = set()
+    closed_paths: list[list[str]] = []
+    visited: set[str] = set()
 
     def visit(module: str, path: list[str]) -> None:
         if module in path:
-            closed.append([*path[path.index(module) :], module])
-        elif module not in done:
+            closed_paths.append([*path[path.index(module) :], module])
+        elif module not in visited:
             for target in sorted(graph[module]):
                 visit(target, [*path, module])
-            done.add(module)
+            visited.add(module)
 
     for module in sorted(graph):
         visit(module, [])
-    return closed
+    return closed_paths
 
 
 MODULES = {
@@ -73,13 +74,13 @@ def test_every_room_has_a_floor():
 def test_imports_go_down():
     wrong = []
     for module, targets in GRAPH.items():
-        here = room(module)
+        importer = room(module)
         for target in targets & GRAPH.keys():
-            there = room(target)
-            if not here or not there or here == there:
+            imported = room(target)
+            if not importer or not imported or importer == imported:
                 continue
-            same_floor = LEVEL[there] == LEVEL[here] and LEVEL[here] not in (0, len(FLOORS) - 1)
-            if LEVEL[there] > LEVEL[here] or same_floor:
+            forbidden_neighbour = LEVEL[imported] == LEVEL[importer] and LEVEL[importer] not in (0, len(FLOORS) - 1)
+            if LEVEL[imported] > LEVEL[importer] or forbidden_neighbour:
                 wrong.append(f"{module} imports {target}")
     assert not wrong
 
@@ -99,9 +100,9 @@ def test_heavy_packages_stay_in_their_rooms():
         "sympy": lambda m: m == "megatron_brorl.rewards.verifiers.math_values",
     }
     for module, targets in GRAPH.items():
-        for package, may in allowed.items():
+        for package, is_allowed in allowed.items():
             if any(t == package or t.startswith(f"{package}.") for t in targets):
-                assert may(module), f"{module} imports {package}"
+                assert is_allowed(module), f"{module} imports {package}"
 
 
 def test_ops_are_chosen_in_one_place():
@@ -109,8 +110,8 @@ def test_ops_are_chosen_in_one_place():
     fused = "megatron_brorl.ops.fused"
     for module, targets in GRAPH.items():
         if any(t.startswith(fused) for t in targets) and not module.startswith(fused):
-            may = module in ("megatron_brorl.ops.backend", "megatron_brorl.cli.preflight")
-            assert may or module.startswith("megatron_brorl.models.layers."), f"{module} imports {fused}"
+            is_allowed = module in ("megatron_brorl.ops.backend", "megatron_brorl.cli.preflight")
+            assert is_allowed or module.startswith("megatron_brorl.models.layers."), f"{module} imports {fused}"
 
 
 def test_package_inits_are_empty():

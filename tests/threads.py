@@ -9,7 +9,7 @@ import torch
 
 
 def with_threads(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2, 3)) -> list[Any]:
-    """Return what `call` returns with each number of threads."""
+    """Return the results of `call` with each number of threads."""
     before = torch.get_num_threads()
     results = []
     try:

@@ -44,7 +44,7 @@ FAMILIES = {
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
             "max_position_embeddings": 512,
-            "sliding_window": 256,  # models with local attention have this context
+            "sliding_window": 256,  # limits the context of models with local attention
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5},

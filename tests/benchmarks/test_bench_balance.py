@@ -31,6 +31,8 @@ def test_the_quick_table(monkeypatch, tmp_path):
     table = json.loads(out.read_text())
     for row in table:
         assert row["rows"] == 79 * 64
-        assert row["update"] >= 0.98 > 0.9 > row["update_runs"]
-        assert row["generation"] >= 0.95 > row["generation_runs"]
+        assert row["update"] >= 0.98
+        assert row["update_runs"] < 0.9
+        assert row["generation"] >= 0.95
+        assert row["generation_runs"] < 0.95
     assert len(table) == 2

@@ -41,6 +41,7 @@ def test_kinds_and_floors(check, tmp_path):
     code, out, _ = check(published)
     assert code == 0
     assert "2 prompts, 3 instructions of 3 kinds, all known" in out
+    # For each mode, the mean share of instructions that are followed, and the share of prompts followed completely.
     assert "| x | 50.0% | 50.0% | 50.0% | 50.0% |" in out
     assert "| a letter in quotes | 75.0% | 50.0% | 75.0% | 50.0% |" in out
     assert "| everything at once | 100.0% | 100.0% | 100.0% | 100.0% |" in out

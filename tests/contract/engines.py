@@ -21,8 +21,8 @@ from megatron_brorl.rollout.remote.remote_engine import RemoteEngine
 from megatron_brorl.types import Prompt, Rollout
 
 DOUBLE = Path(__file__).parent / "double"
-PROMPT = Prompt("a", "", (5, 6, 7), None, "exact")
-SAMPLING = Sampling(1.0, 1.0, 0, 12, (2,))
+PROMPT = Prompt("a", text="", token_ids=(5, 6, 7), answer=None, verifier="exact")
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(2,))
 
 
 class Model:
@@ -57,13 +57,13 @@ def make_engine(
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RemoteEngine:
     """Start an engine, or connect another rank to the leader's engine."""
-    c = EngineConfig(**{"cuda_graphs": False, **(config or {})})
+    settings = EngineConfig(**{"cuda_graphs": False, **(config or {})})
     fields = {"engine": "trtllm", "context": 200, "dtype": "float32", "max_rows": 600, "stop_ids": (2,)}
-    fields |= {"vocab": model.shape.vocab, "section": dataclasses.asdict(c), **(options or {})}
-    o = EngineOptions(model=str(model.directory), **fields)
-    folder = leader.folder if leader else make_folder(c.shared_memory)
+    fields |= {"vocab": model.shape.vocab, "section": dataclasses.asdict(settings), **(options or {})}
+    engine_options = EngineOptions(model=str(model.directory), **fields)
+    folder = leader.folder if leader else make_folder(settings.shared_memory)
     devices = None if leader else [0]
-    return RemoteEngine(c, o, hf_shapes(model.shape), folder, devices, log, decode=decode)
+    return RemoteEngine(settings, engine_options, hf_shapes(model.shape), folder, devices, log, decode=decode)
 
 
 def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> list[Rollout]:

@@ -1,8 +1,8 @@
-"""Arguments that only a GPU needs, and the fake tensorrt_llm, against recorded signatures of releases.
+"""Compare arguments that only a GPU needs, and the fake tensorrt_llm, with recorded signatures of releases.
 
-A listing is recorded from the release's own files, with source and date, and never from our code, which would confirm
-its own mistakes. The real vLLM (tests/real_vllm) accepts the other arguments, and the fake tensorrt_llm those that it
-is called with.
+A listing is recorded from the files of the release, with source and date. A record of our code would confirm its own
+mistakes. tests/real_vllm passes the other arguments to the real vLLM, and test_trtllm_engine.py those of TensorRT-LLM
+to the fake package.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def backend(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    tiny.make_model(tmp_path / "model", "qwen2", False, 0)
+    tiny.make_model(tmp_path / "model", "qwen2", tied=False)
     sizes = {"vocab": 304, "context": 200, "max_rows": 2048, "max_kv_tokens": 4000}
     section = dataclasses.asdict(EngineConfig(kv_dtype="fp8"))
     model = str(tmp_path / "model")
@@ -97,7 +97,7 @@ def backend(tmp_path, monkeypatch):
     del sys.modules[f"{OURS}.llm"]
 
 
-@pytest.mark.parametrize("free", [1, 79])
+@pytest.mark.parametrize("free", [1, 79])  # GiB of the GPU's 80
 def test_engine_starts_next_to_a_trainer(free, backend):
     """vLLM 0.33 needs the fraction gpu_memory_utilization of the GPU's memory to be free at start, even if the size of
     the KV cache is given (request_memory in v1/worker/utils.py)."""
@@ -146,9 +146,9 @@ def test_routes_are_returned(dtype, backend):
 
     backend._llm = SimpleNamespace(generate=generate)
     vars(sys.modules[f"{OURS}.llm"])["TokensPrompt"] = dict
-    done = asyncio.run(backend._complete("0", [7, 8, 9], SimpleNamespace(logprobs=None)))
-    assert done.routes.tolist() == routes.tolist()
-    assert done.routes.dtype == {"uint8": torch.uint8, "uint16": torch.int16}[dtype]
+    completion = asyncio.run(backend._complete("0", [7, 8, 9], SimpleNamespace(logprobs=None)))
+    assert completion.routes.tolist() == routes.tolist()
+    assert completion.routes.dtype == {"uint8": torch.uint8, "uint16": torch.int16}[dtype]
     assert backend.arguments()["enable_return_routed_experts"]
 
 

@@ -44,7 +44,7 @@ def test_generate_sleep_and_weight_sync(model, start):
     assert engine.capabilities.engine == "TensorRT-LLM 1.3.0rc29"
     with pytest.raises(RuntimeError, match="no weights"):
         draw(engine)
-    engine.update_weights(model.stream(), 3)
+    engine.update_weights(model.stream(), version=3)
     first = draw(engine)
     assert [r.index for r in first] == list(range(16))
     for rollout in first:
@@ -56,29 +56,29 @@ def test_generate_sleep_and_weight_sync(model, start):
     engine.wake()
     with pytest.raises(RuntimeError, match="no weights"):
         draw(engine)
-    engine.update_weights(model.stream(), 3)
+    engine.update_weights(model.stream(), version=3)
     assert same(draw(engine), first)
     assert [path.name for path in engine.folder.glob("weights_*")] == ["weights_0"]  # overwritten
-    engine.update_weights(model.stream(0.5), 4)
+    engine.update_weights(model.stream(0.5), version=4)
     other = draw(engine)
     assert {version for r in other for version, _ in r.spans} == {4}
     assert not same(other, first)
     engine.sleep()
-    engine.update_weights(model.stream(), 5)  # an update wakes the engine
+    engine.update_weights(model.stream(), version=5)  # an update wakes the engine
     assert same(draw(engine), first)
 
 
 def test_log_probs_are_of_the_sampling_distribution(model, start):
-    """They include temperature, top-k and top-p, and are NaN if they are not requested."""
+    """Log-probabilities include temperature, top-k and top-p, and are NaN if they are not requested."""
     engine = start()
-    engine.update_weights(model.stream(), 0)
-    cut = replace(SAMPLING, temperature=0.6, top_p=0.95)
-    for sampling in (replace(SAMPLING, temperature=0.7), replace(SAMPLING, temperature=0.7, top_k=5, top_p=0.8), cut):
+    engine.update_weights(model.stream(), version=0)
+    warm, nucleus = replace(SAMPLING, temperature=0.7), replace(SAMPLING, temperature=0.6, top_p=0.95)
+    for sampling in (warm, replace(warm, top_k=5, top_p=0.8), nucleus):
         for rollout in draw(engine, 8, sampling=sampling):
             expected = sampling_log_probs(model.logits(rollout), sampling.temperature, sampling.top_p, sampling.top_k)
             expected = expected.gather(-1, rollout.token_ids[:, None])[:, 0]
             torch.testing.assert_close(rollout.log_probs, expected, atol=5e-5, rtol=0)
-    unasked = draw(engine, sampling=replace(cut, log_probs=False))
+    unasked = draw(engine, sampling=replace(nucleus, log_probs=False))
     assert all(bool(r.log_probs.isnan().all()) for r in unasked)
     greedy = draw(engine, 3, sampling=replace(SAMPLING, temperature=0.0))
     assert len({tuple(r.token_ids.tolist()) for r in greedy}) == 1
@@ -86,12 +86,12 @@ def test_log_probs_are_of_the_sampling_distribution(model, start):
 
 @pytest.mark.parametrize("when", ["asleep", "falling asleep"])
 def test_engine_killed_in_its_sleep_restarts_at_wake(when, model, start, monkeypatch, tmp_path, capfd):
-    """It must not restart earlier, because the trainer uses its memory."""
+    """The engine must not restart during its sleep, because the trainer uses the GPU's memory."""
     flag = tmp_path / "died"
     if when == "falling asleep":
         monkeypatch.setenv("BRORL_DOUBLE_DIE", f"sleep:1:{flag}")
     engine = start()
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     expected = draw(engine)
     pid = engine.supervisor.pid
     engine.sleep()
@@ -101,7 +101,7 @@ def test_engine_killed_in_its_sleep_restarts_at_wake(when, model, start, monkeyp
     assert engine.supervisor.pid == pid
     engine.wake()
     assert engine.supervisor.pid != pid
-    engine.update_weights(model.stream(), 1)
+    engine.update_weights(model.stream(), version=1)
     assert same(draw(engine), expected)
     assert "restarting it without weights" in capfd.readouterr().err
 
@@ -109,17 +109,17 @@ def test_engine_killed_in_its_sleep_restarts_at_wake(when, model, start, monkeyp
 def test_results_after_a_kill_equal_undisturbed_ones(model, start, monkeypatch, tmp_path, capfd):
     """Kill the engine after nine rollouts, before loading weights, and between loading and finishing."""
     undisturbed = start()
-    undisturbed.update_weights(model.stream(), 0)
-    undisturbed.update_weights(model.stream(0.9), 1)
+    undisturbed.update_weights(model.stream(), version=0)
+    undisturbed.update_weights(model.stream(0.9), version=1)
     expected = draw(undisturbed, 40)
     flag = tmp_path / "died"
     for point in ("row:9", "load:1", "finish:1"):
         monkeypatch.setenv("BRORL_DOUBLE_DIE", f"{point}:{flag}")
         flag.touch()  # disables the kill during the first update
         engine = start()
-        engine.update_weights(model.stream(), 0)
+        engine.update_weights(model.stream(), version=0)
         flag.unlink()
-        engine.update_weights(model.stream(0.9), 1)
+        engine.update_weights(model.stream(0.9), version=1)
         assert engine.version == 1
         assert same(draw(engine, 40), expected)
         assert flag.exists()
@@ -130,7 +130,7 @@ def test_results_after_a_kill_equal_undisturbed_ones(model, start, monkeypatch, 
 def test_too_many_restarts_end_the_run(model, start, monkeypatch):
     monkeypatch.setattr(process, "MAX_RESTARTS", 2)
     engine = start()
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     supervisor = engine.supervisor
     for _ in range(3):
         pid = supervisor.pid
@@ -143,7 +143,7 @@ def test_too_many_restarts_end_the_run(model, start, monkeypatch):
 def test_hanging_process_is_restarted(model, start, monkeypatch, capfd):
     monkeypatch.setattr(process, "HEARTBEAT_TIMEOUT_S", 5.0)
     engine = start()
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     expected = draw(engine)
     os.kill(engine.supervisor.pid, signal.SIGSTOP)
     assert same(draw(engine), expected)
@@ -153,7 +153,7 @@ def test_hanging_process_is_restarted(model, start, monkeypatch, capfd):
 def test_an_engine_that_does_not_cancel_is_started_again_after_the_call(model, start, monkeypatch):
     """The call returns while the new process still starts."""
     engine = start()
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     expected = draw(engine)
     monkeypatch.setattr(remote_engine, "_STOP_S", 0.2)
     may_start, begin = threading.Event(), engine.supervisor._start
@@ -209,17 +209,17 @@ def test_failed_start_is_a_one_line_error(config, environment, message, start, m
 
 @pytest.mark.parametrize(("tokens", "planned", "rows"), [("6400", 0, 32), ("6400", 1000, 4), ("6400000", 0, 600)])
 def test_batch_size_is_limited_by_the_cache(tokens, planned, rows, model, start, monkeypatch):
-    """The cache has blocks of 32 tokens, and the scheduler reserves 200 tokens per rollout."""
+    """The cache has blocks of 32 tokens, and the scheduler reserves 200 tokens per rollout. 600 is max_rows."""
     monkeypatch.setenv("BRORL_DOUBLE_KV_TOKENS", tokens)
-    c = start(config={"cuda_graphs": True}, options={"max_kv_tokens": planned}).capabilities
-    assert c.kv_tokens == (planned or int(tokens)) // 32 * 32
-    assert c.rows == rows
+    capabilities = start(config={"cuda_graphs": True}, options={"max_kv_tokens": planned}).capabilities
+    assert capabilities.kv_tokens == (planned or int(tokens)) // 32 * 32
+    assert capabilities.rows == rows
 
 
 def test_close_leaves_no_processes_and_files(model, start, fresh):
-    """Neither of the engine nor of one that crashed before, whose Ray keeps running."""
+    """This includes the process that crashed before, whose Ray keeps running."""
     engine = start()
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     crashed = engine.supervisor.pid
     os.killpg(crashed, 0)
     os.kill(crashed, signal.SIGKILL)
@@ -234,7 +234,7 @@ def test_close_leaves_no_processes_and_files(model, start, fresh):
 
 def test_faulty_update_leaves_the_engine_unchanged(model, start):
     engine = start()
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     before, pid = draw(engine), engine.supervisor.pid
     missing, damaged = list(model.stream())[:-1], list(model.stream())
     name, tensor = damaged[3]
@@ -251,17 +251,17 @@ def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
     """The file changes after the trainer's check. The engine never generates with the damaged weights."""
     monkeypatch.setattr(process, "MAX_RESTARTS", 1)
     engine = start()
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     damage_staged_weights(engine)
     with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
-        engine.update_weights(model.stream(0.5), 1)
+        engine.update_weights(model.stream(0.5), version=1)
     with pytest.raises(UserError, match="gave up"):
         draw(engine)
 
 
 def test_fp8_weights_equal_the_quantized_model(model, start):
     engine = start(config={"quantization": "fp8", "cuda_graphs": True})
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     rollouts = draw(engine)
     exact = {n: p.detach().clone() for n, p in model.module.named_parameters()}
     try:

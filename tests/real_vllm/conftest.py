@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 def shared(model, tmp_path_factory):
     """An engine with the model's weights, for tests that do not change it. Starting one takes half a minute."""
     engine = make_engine(model, tmp_path_factory.mktemp("shared") / "log")
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     yield engine
     engine.close()
 

@@ -15,7 +15,7 @@ def test_branches_limits_and_stop_strings(start, tmp_path):
     decode = load_tokenizer(make_hf(model.directory, chat_template=TEMPLATE)).decode_all
     options = {"agents": True, "context": 256, "stop_ids": (1,), "max_rows": 64}
     engine = start(model, options=options, decode=decode)
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     with agents((model.directory, model.module), branches, inner=engine) as run:
         rollouts = run()
     check_log_probs((model.directory, model.module), rollouts)

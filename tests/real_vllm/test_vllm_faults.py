@@ -17,8 +17,8 @@ from megatron_brorl.errors import UserError
 
 def processes_of(engine) -> list[psutil.Process]:
     """Return the engine's process and all its descendants."""
-    own = psutil.Process(engine.supervisor.pid)
-    return [own, *own.children(recursive=True)]
+    server = psutil.Process(engine.supervisor.pid)
+    return [server, *server.children(recursive=True)]
 
 
 def worker_of(engine) -> psutil.Process:
@@ -50,7 +50,7 @@ def hurt(tmp_path_factory):
     """Yield a model and an engine for tests that change the weights and restart the engine."""
     model = Model(tmp_path_factory.mktemp("changing"), "qwen2", tied=True)
     engine = make_engine(model, tmp_path_factory.mktemp("hurt") / "log")
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     yield model, engine
     engine.close()
 
@@ -64,25 +64,25 @@ def victim_in(engine, which) -> psutil.Process:
 def test_fault_in_generate(which, number, hurt, monkeypatch, capfd):
     """A new process samples the same 512 siblings. Killing the worker imitates the kernel's OOM killer."""
     _, engine = hurt
-    expected, first = tokens(draw(engine, 512)), engine.supervisor.pid
+    expected, first_pid = tokens(draw(engine, 512)), engine.supervisor.pid
     ask, victim = engine._ask, victim_in(engine, which)
 
     def ask_and_hurt(rows, sampling):
-        if engine.supervisor.pid == first:
+        if engine.supervisor.pid == first_pid:
             victim.suspend()  # It could otherwise answer before the signal.
         pid = ask(rows, sampling)
-        if pid == first:
+        if pid == first_pid:
             victim.send_signal(number)
         return pid
 
     monkeypatch.setattr(engine, "_ask", ask_and_hurt)
     with nothing_left_of(engine):
         rollouts = draw(engine, 512)
-        assert engine.supervisor.pid != first
+        assert engine.supervisor.pid != first_pid
     assert tokens(rollouts) == expected
     errors = capfd.readouterr().err
     assert f"restarting it with the weights of version {engine.version}" in errors
-    assert "silent for" in errors if number == signal.SIGSTOP else "ended (" in errors
+    assert ("silent for" if number == signal.SIGSTOP else "ended (") in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
@@ -92,11 +92,11 @@ def test_fault_in_generate(which, number, hurt, monkeypatch, capfd):
 def test_fault_in_weight_sync(which, point, number, hurt, monkeypatch):
     """The new process has all of the new weights."""
     model, engine = hurt
-    ask, first, version = engine.supervisor._ask, engine.supervisor.pid, engine.version + 1
+    ask, first_pid, version = engine.supervisor._ask, engine.supervisor.pid, engine.version + 1
     victim = victim_in(engine, which)
 
     def hurt_before(message):
-        if message.kind == point and engine.supervisor.pid == first:
+        if message.kind == point and engine.supervisor.pid == first_pid:
             victim.send_signal(number)
         ask(message)
 
@@ -104,7 +104,7 @@ def test_fault_in_weight_sync(which, point, number, hurt, monkeypatch):
     model.change(version, std=0.02)
     with nothing_left_of(engine):
         engine.update_weights(model.stream(), version)
-        assert engine.supervisor.pid != first
+        assert engine.supervisor.pid != first_pid
     rollouts = draw(engine, 512)
     assert {r.finish for r in rollouts} == {"stop", "length"}
     assert all(r.spans == ((version, len(r.token_ids)),) for r in rollouts)
@@ -113,22 +113,22 @@ def test_fault_in_weight_sync(which, point, number, hurt, monkeypatch):
 
 @pytest.mark.parametrize("end", ["closed", "deserted"])
 def test_engine_leaves_nothing_behind_and_listens_only_on_loopback(end, model, start):
-    others = set(os.listdir(tempfile.gettempdir()))
+    names_before = set(os.listdir(tempfile.gettempdir()))
     engine = start(model)
-    engine.update_weights(model.stream(), 0)
+    engine.update_weights(model.stream(), version=0)
     draw(engine)
     processes = processes_of(engine)
     listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1"}
     with nothing_left_of(engine):
         if end == "deserted":
-            engine.supervisor._closing.set()  # so that it does not restart the engine
+            engine.supervisor._closing.set()  # The supervisor then does not restart the engine.
             engine.supervisor._process._process.stdin.close()
             psutil.wait_procs(processes[:1], timeout=20)
         else:
             engine.close()
     assert not engine.folder.exists()
-    assert not [name for name in set(os.listdir(tempfile.gettempdir())) - others if "vllm" in name]
+    assert not [name for name in set(os.listdir(tempfile.gettempdir())) - names_before if "vllm" in name]
 
 
 def test_failed_start_is_reported(model, start):

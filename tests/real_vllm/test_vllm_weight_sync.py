@@ -20,7 +20,8 @@ from megatron_brorl.rollout.weight_stream import UpdateRefused
 from megatron_brorl.train.weight_sync import log_prob_gap, sync_weights, verify_weights
 
 CONFIG = Config(rollout=RolloutConfig(engine="vllm"))
-STALE = """
+# Replaces the call of _pack_heads in extension.py: the heads then multiply with a fixed matrix.
+STALE_HEAD = """
             for module in model.modules():
                 if type(module).__name__ == "ParallelLMHead":
                     before = torch.ones_like(module.weight).cumsum(0) / 100
@@ -31,7 +32,7 @@ STALE = """
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_log_probs_match_the_actor_after_every_update(family, tied, start, tmp_path):
-    """This includes tied LM heads, which vLLM does not repack itself."""
+    """Tied LM heads are included: vLLM itself does not repack them."""
     model = Model(tmp_path, family, tied)
     engine = start(model, options={"max_rows": 16})
     for version in range(20):
@@ -59,7 +60,7 @@ def test_experts_match_transformers_after_every_weight_sync(overrides, start, tm
         assert greedy.token_ids.tolist() == model.logits(greedy).argmax(-1).tolist()
         rollouts = draw(engine, 16, key=version)
         assert model.gap(rollouts) < 1e-4
-        # Change only the experts before the next sync. With the old ones, log-probabilities would differ by over 0.01.
+        # Change only the experts before the next sync. With old experts, log-probabilities would differ by over 0.01.
         with torch.no_grad():
             for name, p in model.module.named_parameters():
                 if "experts" in name:
@@ -73,35 +74,35 @@ def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
     engine = start(model)
     damage_staged_weights(engine)
     with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
-        engine.update_weights(model.stream(), 0)
+        engine.update_weights(model.stream(), version=0)
     assert engine.version == -1
 
 
 def test_check_after_weight_sync_detects_a_stale_head(model, start, tmp_path, monkeypatch, capfd):
-    """The head computes with other weights than its parameter, like a stale packed copy. All checksums match."""
+    """The head computes with other weights than its parameter, like an old packed copy. All checksums match."""
     planted = tmp_path / "megatron_brorl"
     shutil.copytree(Path(megatron_brorl.__file__).parent, planted, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     extension = planted / "rollout" / "remote" / "vllm" / "extension.py"
     text = extension.read_text()
     assert text.count("            _pack_heads(model)\n") == 1
-    extension.write_text(text.replace("            _pack_heads(model)\n", STALE))
+    extension.write_text(text.replace("            _pack_heads(model)\n", STALE_HEAD))
     worker = make_worker(str(model.directory), {})
 
     # A correct engine passes without a restart.
-    right = start(model)
-    sync_weights(worker, right, 0)
-    gap, again = verify_weights(worker, Watchdog(right, 60.0), 0, CONFIG)
-    assert (gap, again) == (log_prob_gap(worker, Watchdog(right, 60.0), 0), 0)
+    correct = start(model)
+    sync_weights(worker, correct, 0)
+    gap, restarts = verify_weights(worker, Watchdog(correct, timeout_s=60.0), 0, CONFIG)
+    assert (gap, restarts) == (log_prob_gap(worker, Watchdog(correct, timeout_s=60.0), 0), 0)
     assert gap.max < 1e-4
-    right.close()
+    correct.close()
 
     # A wrong engine is restarted once with the same weights and fails again.
     monkeypatch.setattr(process.megatron_brorl, "__file__", str(planted / "__init__.py"))
     monkeypatch.chdir(tmp_path)  # python -m searches the working directory first
-    wrong = start(model)
-    sync_weights(worker, wrong, 0)
-    pid = wrong.supervisor.pid
+    stale = start(model)
+    sync_weights(worker, stale, 0)
+    pid = stale.supervisor.pid
     with pytest.raises(UserError, match=r"train.verify_weights: after version 0 an engine's log-probs differ .* by"):
-        verify_weights(worker, Watchdog(wrong, 60.0), 0, CONFIG)
-    assert wrong.supervisor.pid != pid
+        verify_weights(worker, Watchdog(stale, timeout_s=60.0), 0, CONFIG)
+    assert stale.supervisor.pid != pid
     assert "restarting it with the weights of version 0" in capfd.readouterr().err

@@ -17,8 +17,8 @@ from megatron_brorl.types import Rollout
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("BRORL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
-SAMPLING = Sampling(1.0, 1.0, 0, 24, (2,))
-GREEDY = Sampling(0.0, 1.0, 0, 24, ())
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=24, stop_ids=(2,))
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_tokens=24, stop_ids=())
 # vLLM's attention on CPUs needs head dimensions of at least 32.
 SIZES = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}
 
@@ -31,10 +31,10 @@ class Model(engines.Model):
 
     def change(self, seed: int, std: float = 0.05) -> None:
         """Add noise to every parameter, much more than an optimizer step changes."""
-        draw = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in self.module.parameters():
-                p.add_(torch.randn(p.shape, generator=draw), alpha=std)
+                p.add_(torch.randn(p.shape, generator=generator), alpha=std)
 
     def gap(self, rollouts: list[Rollout]) -> float:
         """Return the largest difference of log-probabilities to those of transformers at temperature 1."""

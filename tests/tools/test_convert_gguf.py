@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
 
-HEADS = {"attn_q": 4, "attn_k": 2}
+HEADS = {"attn_q": 4, "attn_k": 2}  # heads of the matrices whose rows are permuted
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -50,8 +50,8 @@ def make_model(tied: bool) -> LlamaForCausalLM:
     """Return a random model whose feed-forward weights are multiples of 1/64, which Q8_0 stores exactly."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 288}
-    own = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_theta": 500.0}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **own, tie_word_embeddings=tied)).eval()
+    attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_theta": 500.0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **attention, tie_word_embeddings=tied)).eval()
     for name, weight in model.named_parameters():
         weight.data = torch.randn(weight.shape) * 0.3 + ("norm" in name)
         if "mlp" in name:
@@ -61,8 +61,8 @@ def make_model(tied: bool) -> LlamaForCausalLM:
     return model
 
 
-def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch="llama", own=(), **settings) -> Path:
-    """Write a GGUF file. own: user-defined tokens, the last ones. settings: values by method of the writer."""
+def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch="llama", added=(), **settings) -> Path:
+    """Write a GGUF file. added: user-defined tokens, which come last. settings: values by method of the writer."""
     writer = gguf.GGUFWriter(path, arch)
     sizes = "vocab_size 288 context_length 64 embedding_length 32 block_count 2 feed_forward_length 64 head_count 4"
     words = f"{sizes} head_count_kv 2 rope_dimension_count 8".split()
@@ -72,9 +72,9 @@ def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch="llam
     writer.add_rope_freq_base(500.0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*(tokenizer.id_to_token(i) for i in range(288 - len(own))), *own])
-    kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (285 - len(own))
-    writer.add_token_types(kinds + [gguf.TokenType.USER_DEFINED] * len(own))
+    writer.add_token_list([*(tokenizer.id_to_token(i) for i in range(288 - len(added))), *added])
+    kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (285 - len(added))
+    writer.add_token_types(kinds + [gguf.TokenType.USER_DEFINED] * len(added))
     for method, value in settings.items():
         getattr(writer, method)(value)
     writer.add_token_merges([" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]])
@@ -119,27 +119,27 @@ EOT, EOM, BOS = "add_eot_token_id", "add_eom_token_id", "add_add_bos_token"
 )
 def test_user_defined_tokens_bos_and_the_ends_of_turns_are_kept(tmp_path, settings, stops):
     """The added tokens follow the vocabulary of tokenizers, which treats the text around them as before."""
-    source, tokenizer = make_model(True), make_tokenizer(285)
-    file = write(tmp_path / "in.gguf", source, tokenizer, own=("<think>", "</think>", "  <x>"), **settings)
+    source, tokenizer = make_model(tied=True), make_tokenizer(size=285)
+    file = write(tmp_path / "in.gguf", source, tokenizer, added=("<think>", "</think>", "  <x>"), **settings)
     convert(file, tmp_path / "out")
-    hf_tokenizer, own_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tmp_path / "out")
+    hf_tokenizer, brorl_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tmp_path / "out")
     # Letters and digits are single tokens here, because the vocabulary has few merges.
     text = "<think>a1</think>b  <x><|im_end|>"
     a, one, b = map(tokenizer.token_to_id, "a1b")
     ids = [285, a, one, 286, b, 287, 2]
-    before = [1] * settings.get(BOS, False)
-    assert hf_tokenizer(text).input_ids == before + ids
+    bos = [1] if settings.get(BOS) else []
+    assert hf_tokenizer(text).input_ids == bos + ids
     assert hf_tokenizer.decode(ids) == text
     assert hf_tokenizer.decode(ids, skip_special_tokens=True) == text.removesuffix("<|im_end|>")
-    assert own_tokenizer.encode_prompt("a") == [*before, a]
-    assert own_tokenizer.encode("<think>") == [285]
-    assert list(stop_ids(tmp_path / "out", own_tokenizer)) == stops
+    assert brorl_tokenizer.encode_prompt("a") == [*bos, a]
+    assert brorl_tokenizer.encode("<think>") == [285]
+    assert list(stop_ids(tmp_path / "out", brorl_tokenizer)) == stops
     resolved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
     assert sorted([resolved] if isinstance(resolved, int) else resolved) == stops
 
 
 def test_unsupported_models_are_refused(tmp_path):
-    source, tokenizer = make_model(True), make_tokenizer()
+    source, tokenizer = make_model(tied=True), make_tokenizer()
     with pytest.raises(UserError, match=r"general\.architecture is 'qwen2'"):
         convert(write(tmp_path / "qwen2.gguf", source, tokenizer, arch="qwen2"), tmp_path / "out")
     del source.model.layers[1].mlp.up_proj

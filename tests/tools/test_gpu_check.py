@@ -54,15 +54,15 @@ def test_other_weights_of_a_resumed_run_fail(tmp_path, monkeypatch):
     def run(what, *_):
         (tmp_path / "run" / "model").mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / "model" / "model.safetensors").write_text(what)
-        return gpu_stages.judged(what, "", s=1.0)
+        return gpu_stages.judged(what, wrong="", s=1.0)
 
     monkeypatch.setattr(gpu_stages, "_job", lambda *_, **__: ({}, tmp_path))
     monkeypatch.setattr(gpu_stages, "_run", run)
-    results = [row["result"] for row in gpu_stages.resume(gpu_stages.Job("cpu", str(tmp_path), {}))]
+    results = [row["result"] for row in gpu_stages.resume(gpu_stages.Job("cpu", scratch=str(tmp_path), pythons={}))]
     assert results == ["ok", "ok", "failed: the weights differ from those of the undisturbed run"]
 
 
-WORSE = [
+CHANGES = [  # changed metrics of a row, and the regressions that are reported
     ({"ms": 2.0 * 1.09, "MiB": 101.0, "tokens/s": 920.0, "gap": 9.0}, []),  # gap has no tolerance
     ({"ms": 0.5, "MiB": 10.0, "tokens/s": 1e6}, []),
     ({"ms": 2.22, "MiB": 103.0}, ["a: ms is 2.22, and 2 in the baseline", "a: MiB is 103, and 100 in the baseline"]),
@@ -74,7 +74,7 @@ WORSE = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), WORSE)
+@pytest.mark.parametrize(("changes", "expected"), CHANGES)
 def test_regressions_of_the_same_gpu_end_the_command(changes, expected, tmp_path, monkeypatch):
     row = {"stage": "s", "what": "a", "result": "ok", "ms": 2.0, "MiB": 100.0, "tokens/s": 1000.0, "sha256": "a"}
     monkeypatch.setattr(gpu_check, "BASELINE", tmp_path / "baseline.json")
@@ -93,8 +93,8 @@ def test_regressions_of_the_same_gpu_end_the_command(changes, expected, tmp_path
     assert json.loads((tmp_path / "baseline.json").read_text())["NVIDIA Y"] == {"a: ms": 0.1}
 
 
-# One stage of each kind but two: `resume` makes the runs of the stages `step`, and e2e/test_resume.py kills and stops
-# ranks as `lost_rank` does. `quickstart` uses the model of another stage.
+# One stage of each kind, without `step`, whose runs `resume` makes too, and without `lost_rank`, because
+# e2e/test_resume.py also kills and stops ranks. `quickstart` uses the model of another stage.
 DRY = ("engine_135m", "loss_1.5b", "tokens", "resume", "update_shared", "update_te_shared", "profile_135m", "trl")
 DRY += ("vllm", "trtllm_tp2", "nccl", "quickstart")
 
@@ -103,7 +103,7 @@ DRY += ("vllm", "trtllm_tp2", "nccl", "quickstart")
 def test_stages_run_in_the_dry_mode(tmp_path, monkeypatch):
     """Run stages on a CPU, with the fakes of tests/contract in place of TensorRT-LLM.
 
-    Most stages run in this process, and fork their training runs. Others would set up Megatron in it.
+    Stages run in this process, and fork their training runs. `update` and `profile`, which set up Megatron, do not.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "contract" / "double"))
     monkeypatch.setenv("MODEL", str(tmp_path / "t4"))  # another stage writes it

@@ -17,5 +17,5 @@ def test_the_corpus_follows_template_and_columns(tmp_path):
         f'[data]\ntrain = ["{tmp_path}/rows.jsonl"]\ntemplate = "Q: {{prompt}}"\nverifier = "math"\n'
         'columns = { prompt = "question", answer = "answer", answer_regex = "#### (.+)" }\n'
     )
-    corpus = list(make_tiny_model._corpus(load(tmp_path / "run.toml"), 0))
+    corpus = list(make_tiny_model._corpus(load(tmp_path / "run.toml"), count=0))
     assert corpus == ["Q: 1+1?", "2", "1+1=2\n#### 2", "Q: 2+1?", "3", "#### 3"]

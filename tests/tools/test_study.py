@@ -14,8 +14,8 @@ COMPARISON = {"claim": "many is better", "before": "few", "after": "many"}
 
 
 def design(**changes):
-    own = {"name": "d", "question": "?", "config": "run.toml", "seeds": (1, 2, 3), "arms": ARMS}
-    return study.Design(**{**own, "comparisons": (COMPARISON,), **changes})
+    settings = {"name": "d", "question": "?", "config": "run.toml", "seeds": (1, 2, 3), "arms": ARMS}
+    return study.Design(**{**settings, "comparisons": (COMPARISON,), **changes})
 
 
 def table(curves):
@@ -66,18 +66,18 @@ def test_times_until_a_target_are_censored_and_compared_by_sign():
     few = ([0, 0.1, 0.5, 0.6, 0.7], [0, 0.4, 0.4, 0.9, 0.2], [0, 0, 0, 0, 0.4])
     many = ([0, 0.5, 0.1, 0.1, 0.1], [0, 0, 0, 0, 0.4], [0, 0, 0, 0, 0])
     curves = {(arm, seed): (x, y) for arm, rows in (("few", few), ("many", many)) for seed, y in enumerate(rows)}
-    own = design(comparisons=({**COMPARISON, "end_point": "reached"},))
-    row = study.infer(own, table(curves)).iloc[0]
+    until_reached = design(comparisons=({**COMPARISON, "end_point": "reached"},))
+    row = study.infer(until_reached, table(curves)).iloc[0]
     assert row["by seed"] == {0: -5, 1: 20, 2: 0}
     assert (row.difference, row.p) == (0, 1)
-    part = study.Comparison(**COMPARISON, end_point="reached", seeds=(0, 2))
-    assert study.differences(part, table(curves)) == {0: -5, 2: 0}
+    two_seeds = study.Comparison(**COMPARISON, end_point="reached", seeds=(0, 2))
+    assert study.differences(two_seeds, table(curves)) == {0: -5, 2: 0}
 
     # Nine of ten pairs are later: p = 2 * (1 + 10) / 2**10. The median's interval is from the 2nd to the 9th value.
     curves = {("few", seed): ([0, 100], [0, 1]) for seed in range(10)}
     curves |= {("many", seed): ([0, 100 - seed, 100] if seed else [0, 100, 200], [0, 1, 1]) for seed in range(10)}
     curves[("few", 0)] = ([0, 50, 100], [0, 1, 1])
-    row = study.infer(own, table(curves)).iloc[0]
+    row = study.infer(until_reached, table(curves)).iloc[0]
     assert row.p == pytest.approx(22 / 1024)
     assert (row.difference, row.low, row.high) == (-4.5, -8, -1)
 

@@ -7,4 +7,4 @@ import tiny
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    return directory, tiny.make_model(directory, "qwen2", True)
+    return directory, tiny.make_model(directory, "qwen2", tied=True)

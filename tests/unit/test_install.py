@@ -74,64 +74,64 @@ def install(tmp_path):
     log.touch()
 
     def run(*arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("BRORL_", "PIP_"))}
-        own = {"PYTHON": tmp_path / "python", "VENV": tmp_path / "venv", "STANDINS": tmp_path, "LOG": log}
-        env = kept | {k: str(v) for k, v in own.items()} | {"REAL_PYTHON": sys.executable} | variables
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("BRORL_", "PIP_"))}
+        paths = {"PYTHON": tmp_path / "python", "VENV": tmp_path / "venv", "STANDINS": tmp_path, "LOG": log}
+        env = inherited | {k: str(v) for k, v in paths.items()} | {"REAL_PYTHON": sys.executable} | variables
         script = ROOT / "tools" / "install.sh"
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", script, *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
         )
-        return done, log.read_text().splitlines()
+        return process, log.read_text().splitlines()
 
     return run
 
 
-def brought(log: list[str]) -> list[str]:
+def installed_torches(log: list[str]) -> list[str]:
     return [line.removeprefix("torch ") for line in log if line.startswith("torch ")]
 
 
-def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("install: ")
-    assert done.stderr.count("\n") == 1, done.stderr
+def assert_refused(process: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.startswith("install: ")
+    assert process.stderr.count("\n") == 1, process.stderr
     for part in parts:
-        assert part in done.stderr
+        assert part in process.stderr
 
 
 @pytest.mark.parametrize("machine", [{"REACHED": "up", "OWN": "cuda"}, {"OWN": "cpu"}], ids=["index", "pip's own"])
 def test_without_cuda_the_cpu_build_is_installed_without_kernels(install, machine):
-    done, log = install(**machine)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert brought(log) == ["2.13.0+cpu"]
+    process, log = install(**machine)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    assert installed_torches(log) == ["2.13.0+cpu"]
     assert "--system-site-packages" not in log[0]
     later = [line for line in log if "--no-deps" not in line and line.startswith("pip ")]
     assert len(later) == 2
-    assert all("torch==2.13.0+cpu" in line for line in later)  # so that no other package replaces it
+    assert all("torch==2.13.0+cpu" in line for line in later)  # No other package may replace torch.
     assert log[-1].endswith("--no-build-isolation --no-deps --editable .")
     assert log[-1].startswith("pip BRORL_CUDA=0 ")
 
 
 def test_a_cuda_build_is_refused_before_it_is_downloaded(install):
     """Without the CPU index, pip's own index would download a CUDA build of 4.7 GB."""
-    done, log = install(OWN="cuda")
-    refused(done, "no torch==2.13.0+cpu for Python 3.12.1", "BRORL_TORCH", "PYTHON")
-    assert brought(log) == []
+    process, log = install(OWN="cuda")
+    assert_refused(process, "no torch==2.13.0+cpu for Python 3.12.1", "BRORL_TORCH", "PYTHON")
+    assert installed_torches(log) == []
     assert not any("--editable" in line for line in log)
 
 
 def test_with_cuda_the_installed_torch_is_kept(install):
-    done, log = install(GPU="1", VISIBLE="1", OWN="cuda")
-    assert done.returncode == 0, done.stderr
-    assert brought(log) == ["2.9.0"]  # visible in the environment
+    process, log = install(GPU="1", VISIBLE="1", OWN="cuda")
+    assert process.returncode == 0, process.stderr
+    assert installed_torches(log) == ["2.9.0"]  # visible in the environment
     assert "--system-site-packages" in "".join(log)
     assert "torch==2.9.0" in log[-2]
     assert log[-1].startswith("pip BRORL_CUDA=unset ")
 
 
 def test_an_old_python_is_refused(install):
-    done, _ = install(OLD="1")
-    refused(done, "Python 3.12.1 is too old")
+    process, _ = install(OLD="1")
+    assert_refused(process, "Python 3.12.1 is too old")
 
 
 # ---- setup.py
@@ -147,9 +147,9 @@ def setup(folder: Path, torch: str, **environment: str) -> subprocess.CompletedP
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("BRORL_") and k != "CUDA_HOME"}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("BRORL_") and k != "CUDA_HOME"}
     # Without bytecode, because the next fake may have the same size and time, and Python would then import this one.
-    env = kept | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"} | environment
+    env = inherited | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"} | environment
     command = [sys.executable, "setup.py", "--name"]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
@@ -167,62 +167,62 @@ def toolkit(tmp_path):
 
 
 def test_kernels_are_built_with_a_complete_cuda_toolkit(toolkit, tmp_path):
-    done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
-    assert done.returncode == 0, done.stderr
-    assert "setup.py: with CUDA kernels (BRORL_CUDA=1, default)" in done.stdout
+    process = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
+    assert process.returncode == 0, process.stderr
+    assert "setup.py: with CUDA kernels (BRORL_CUDA=1, default)" in process.stdout
 
 
-@pytest.mark.parametrize("lost", ["bin/nvcc", "lib64/libcudart.so"])
-def test_a_missing_part_of_the_toolkit_is_named(toolkit, tmp_path, lost):
+@pytest.mark.parametrize("file", ["bin/nvcc", "lib64/libcudart.so"])
+def test_a_missing_part_of_the_toolkit_is_named(toolkit, tmp_path, file):
     """Without this check, the linker fails with `cannot find -lcudart`."""
-    (toolkit / lost).unlink()
-    done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
-    assert done.returncode == 0, done.stderr
-    assert f"without CUDA kernels: the CUDA toolkit in {toolkit} (CUDA_HOME) has no {Path(lost).name}" in done.stdout
-    done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit), BRORL_CUDA="1")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert f"BRORL_CUDA=1, but the CUDA toolkit in {toolkit} (CUDA_HOME) has no {Path(lost).name}" in done.stderr
+    (toolkit / file).unlink()
+    process = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
+    assert process.returncode == 0, process.stderr
+    assert f"without CUDA kernels: the CUDA toolkit in {toolkit} (CUDA_HOME) has no {Path(file).name}" in process.stdout
+    process = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit), BRORL_CUDA="1")
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1, process.stderr
+    assert f"BRORL_CUDA=1, but the CUDA toolkit in {toolkit} (CUDA_HOME) has no {Path(file).name}" in process.stderr
 
 
 def test_cublas_from_pip_completes_a_toolkit_of_cuda_13(toolkit, tmp_path):
-    for lost, added in (("include/cublas_v2.h", "include/cublas_v2.h"), ("lib64/libcublas.so", "lib/libcublas.so.13")):
-        (toolkit / lost).unlink()
+    for file, added in (("include/cublas_v2.h", "include/cublas_v2.h"), ("lib64/libcublas.so", "lib/libcublas.so.13")):
+        (toolkit / file).unlink()
         wheel = tmp_path / "nvidia" / "cu13" / added
         wheel.parent.mkdir(parents=True, exist_ok=True)
         wheel.touch()
-    done = setup(tmp_path, fake_torch("13.0"), CUDA_HOME=str(toolkit))
-    assert "setup.py: with CUDA kernels (BRORL_CUDA=1, default)" in done.stdout, done.stdout + done.stderr
-    done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
-    assert "has no cublas_v2.h" in done.stdout
+    process = setup(tmp_path, fake_torch("13.0"), CUDA_HOME=str(toolkit))
+    assert "setup.py: with CUDA kernels (BRORL_CUDA=1, default)" in process.stdout, process.stdout + process.stderr
+    process = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
+    assert "has no cublas_v2.h" in process.stdout
 
 
 def test_building_without_torch_is_an_error_of_one_line(tmp_path):
-    done = setup(tmp_path, "raise ImportError(\"No module named 'torch'\")")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert "needs torch" in done.stderr
-    assert "--no-build-isolation" in done.stderr
+    process = setup(tmp_path, "raise ImportError(\"No module named 'torch'\")")
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1, process.stderr
+    assert "needs torch" in process.stderr
+    assert "--no-build-isolation" in process.stderr
 
 
 # ---- csrc/build_backend.py
 
 
-@pytest.mark.parametrize(("installed", "brought"), [("2.9.0a0+nv25.9", []), ("", [build_backend.TORCH])])
-def test_a_build_uses_the_torch_of_the_environment_or_requires_one(tmp_path, monkeypatch, installed, brought):
+@pytest.mark.parametrize(("installed", "required"), [("2.9.0a0+nv25.9", []), ("", [build_backend.TORCH])])
+def test_a_build_uses_the_torch_of_the_environment_or_requires_one(tmp_path, monkeypatch, installed, required):
     if installed:
         (tmp_path / f"torch-{installed}.dist-info").mkdir()
         (tmp_path / f"torch-{installed}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {installed}\n")
     monkeypatch.setattr(build_backend, "folders", lambda: [str(tmp_path)])
-    assert build_backend.get_requires_for_build_wheel() == brought
-    assert build_backend.get_requires_for_build_editable() == brought
+    assert build_backend.get_requires_for_build_wheel() == required
+    assert build_backend.get_requires_for_build_editable() == required
 
-    # setup.py finds it after the packages of the build environment.
-    monkeypatch.setattr(sys, "path", ["own"])
+    # setup.py finds torch after the packages of the build environment.
+    monkeypatch.setattr(sys, "path", ["build environment"])
     searched: list[str] = []
     monkeypatch.setattr(build_backend.build_meta, "build_wheel", lambda folder: searched.extend(sys.path) or folder)
     assert build_backend.build_wheel("dist") == "dist"
-    assert searched == ["own", *([str(tmp_path)] if installed else [])]
+    assert searched == ["build environment", *([str(tmp_path)] if installed else [])]
 
 
 def test_pip_and_make_install_the_same_torch():
@@ -240,8 +240,8 @@ def test_doctor_reports_sources_without_the_extension(tmp_path):
     # -S disables the hook of an editable install. The packages of the environment are still needed.
     env = {**os.environ, "PYTHONPATH": sysconfig.get_paths()["purelib"]}
     command = [sys.executable, "-S", "-m", "megatron_brorl", "doctor"]
-    done = subprocess.run(command, cwd=sources.parent, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if " csrc " in line]
+    process = subprocess.run(command, cwd=sources.parent, env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 1, process.stderr
+    (line,) = [line for line in process.stdout.splitlines() if " csrc " in line]
     assert line.split()[0] == "BAD"
     assert "start from another folder if the checkout hides an installed package" in line

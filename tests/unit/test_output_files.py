@@ -16,7 +16,7 @@ LOG = '{"prompt_id": "1", "answer": "2", "reward": 1}\n'
 
 
 def tree(root: Path) -> dict[str, bytes | str | None]:
-    """Return the content of a folder: the bytes of files and the targets of links."""
+    """Return the content of a folder: the bytes of files, the targets of links, and None for folders."""
     return {
         p.relative_to(root).as_posix(): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None
         for p in sorted(root.rglob("*"))
@@ -24,7 +24,7 @@ def tree(root: Path) -> dict[str, bytes | str | None]:
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def root(tmp_path, monkeypatch):
     """Create a run X with a model, an evaluation and data, and links to the model and the run."""
     for name in ("X/model/config.json", "X/model/rows.jsonl", "X/metrics.jsonl", "X/evaluation.jsonl", "other.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-REFUSED = {
+REFUSED = {  # name -> (command line, part of the error)
     "the model": ("train run.toml run.dir=X model.path=X/model", "writes X/model, which would replace model.path"),
     "the model of a warm start": ("sft run.toml run.dir=X model.path=X/model", "`brorl sft` writes X/model"),
     "a link to the model": ("train run.toml run.dir=X model.path=linked/model", "writes X/model"),
@@ -52,11 +52,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("line", "part"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_command_refuses_to_replace_its_inputs(place, capsys, line, part):
-    before = tree(place)
-    assert part in error_line(capsys, *line.split())
-    assert tree(place) == before
+@pytest.mark.parametrize(("line", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_command_refuses_to_replace_its_inputs(root, capsys, line, message):
+    before = tree(root)
+    assert message in error_line(capsys, *line.split())
+    assert tree(root) == before
 
 
 @pytest.mark.parametrize(
@@ -67,25 +67,25 @@ def test_a_command_refuses_to_replace_its_inputs(place, capsys, line, part):
         'train run.toml run.dir=X data.train=["X/train.jsonl"]',
     ],
 )
-def test_other_files_may_lie_in_run_dir(place, capsys, line):
+def test_other_files_may_lie_in_run_dir(root, capsys, line):
     """Check that the commands do not report a replaced file; they fail only because their model does not exist."""
-    (place / "X/model/config.json").unlink()
+    (root / "X/model/config.json").unlink()
     with pytest.raises(SystemExit):
         main(line.split())
     assert "replace" not in capsys.readouterr().err
 
 
-def test_a_conversion_refuses_to_replace_its_inputs(place, capsys):
-    (place / "X/model/hf").mkdir()
-    (place / "config").mkdir()
-    for line, part in {
+def test_a_conversion_refuses_to_replace_its_inputs(root, capsys):
+    (root / "X/model/hf").mkdir()
+    (root / "config").mkdir()
+    for line, message in {
         "to-megatron X/model linked/model": "linked/model: would replace the source, X/model",
         "to-hf X/model config --config config": "config: would replace --config, config",
         "to-hf X/model X/model/hf": "X/model/hf: is part of the source, X/model",
     }.items():
-        before = tree(place)
-        assert part in error_line(capsys, "convert", *line.split(), "--overwrite")
-        assert tree(place) == before
+        before = tree(root)
+        assert message in error_line(capsys, "convert", *line.split(), "--overwrite")
+        assert tree(root) == before
 
 
 def test_json_has_null_for_numbers_that_are_not_finite(tmp_path):
@@ -110,16 +110,16 @@ def test_files_and_folders_are_renamed_to_the_first_free_number(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["folder", "other.jsonl/file", "name" * 100])
-def test_a_file_that_cannot_be_written_leaves_nothing_behind(place, target):
-    (place / "folder").mkdir()
-    before = tree(place)
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(root, target):
+    (root / "folder").mkdir()
+    before = tree(root)
     with pytest.raises(UserError, match="cannot be written"):
-        write_json(place / target, {"a": 1})
-    assert tree(place) == before
+        write_json(root / target, {"a": 1})
+    assert tree(root) == before
 
 
 @pytest.mark.parametrize("line", ["run.dir={name}", "run.dir=X model.path={name}", "--processes 0", "--processes -1"])
-def test_wrong_names_and_numbers_of_processes_end_with_one_line(place, capsys, line):
-    before = tree(place)
+def test_wrong_names_and_numbers_of_processes_end_with_one_line(root, capsys, line):
+    before = tree(root)
     error_line(capsys, "train", "run.toml", *line.format(name="x" * 300).split())
-    assert tree(place) == before
+    assert tree(root) == before

@@ -35,14 +35,14 @@ def groups(*numbers: int) -> pa.Table:
 
 
 def test_ranks_are_merged_bit_for_bit(tmp_path):
-    rollout_log.write_rollouts(tmp_path, STEP, 1, rows((0, 1), (2, 0)))
-    rollout_log.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
+    rollout_log.write_rollouts(tmp_path, STEP, rank=1, rollouts=rows((0, 1), (2, 0)))
+    rollout_log.write_rollouts(tmp_path, STEP, rank=0, rollouts=rows((2, 1), (0, 0)))
     rollout_log.write_groups(tmp_path, STEP, groups(2, 0))
     assert rollout_log.read_rollouts(tmp_path, STEP).to_pylist() == rows((0, 0), (0, 1), (2, 0), (2, 1)).to_pylist()
     assert rollout_log.read_groups(tmp_path, STEP).to_pylist() == groups(0, 2).to_pylist()
     assert rollout_log.entries(tmp_path) == [STEP]
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    rollout_log.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
+    rollout_log.write_rollouts(tmp_path, STEP, rank=0, rollouts=rows((2, 1), (0, 0)))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before  # and no other file is left
 
 
@@ -58,12 +58,12 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
     for number in range(7):
         for kind in ("step", "evaluation"):
             rollout_log.write_groups(folder, LogEntry(kind, number), groups(0))
-            rollout_log.write_rollouts(folder, LogEntry(kind, number), 5, rows((0, 0)))
+            rollout_log.write_rollouts(folder, LogEntry(kind, number), rank=5, rollouts=rows((0, 0)))
     (folder / ".step_000002.rollouts.00001.parquet.writing").write_bytes(b"half")  # left by a killed process
-    rollout_log.prepare_folder(folder, 4)
-    there = rollout_log.entries(folder)
-    assert there == [*(LogEntry("step", n) for n in range(4)), *(LogEntry("evaluation", n) for n in range(5))]
-    assert len(list(folder.iterdir())) == 2 * len(there)
+    rollout_log.prepare_folder(folder, resume_step=4)
+    remaining = rollout_log.entries(folder)
+    assert remaining == [*(LogEntry("step", n) for n in range(4)), *(LogEntry("evaluation", n) for n in range(5))]
+    assert len(list(folder.iterdir())) == 2 * len(remaining)
 
     # A new run renames the folder and removes only the incomplete file of a killed process.
     (folder / ".step_000003.groups.parquet.writing").write_bytes(b"half")
@@ -71,8 +71,8 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
         rollout_log.prepare_folder(folder, resume_step=None)
         assert list(folder.iterdir()) == []
         assert (tmp_path / aside).is_dir()
-    assert rollout_log.entries(tmp_path / "rollouts.1") == there
-    assert len(list((tmp_path / "rollouts.1").iterdir())) == 2 * len(there)
+    assert rollout_log.entries(tmp_path / "rollouts.1") == remaining
+    assert len(list((tmp_path / "rollouts.1").iterdir())) == 2 * len(remaining)
 
 
 def test_unreadable_files_are_errors_of_one_line(tmp_path):
@@ -89,7 +89,7 @@ def test_unreadable_files_are_errors_of_one_line(tmp_path):
     for damaged in (b"", b"text", whole[:-30], b"\0" * len(whole)):
         path.write_bytes(damaged)
         assert error(lambda: rollout_log.read_groups(tmp_path, STEP)).startswith(f"{path}: not a readable Parquet file")
-    rollout_log.write_rollouts(tmp_path, STEP, 0, groups(1))
+    rollout_log.write_rollouts(tmp_path, STEP, rank=0, rollouts=groups(1))
     assert "step_000003.rollouts.00000.parquet: has other columns" in error(
         lambda: rollout_log.read_rollouts(tmp_path, STEP)
     )
@@ -102,7 +102,7 @@ def test_control_characters_of_a_response_are_replaced():
     assert printable(hostile) == "a\ufffd[31mb\ufffd\ufffd\ufffdc d\ne\ufffd"
     assert one_line(hostile) == "a\ufffd[31mb\ufffd\ufffd\ufffdc d e\ufffd"
     text = "".join(chr(ord("a") + i % 26) for i in range(100))
-    short = one_line(text, 29)
+    short = one_line(text, max_chars=29)
     assert short == f"{text[:8]} ... {text[-16:]}"
     assert len(short) == 29
-    assert one_line(text, 100) == one_line(text) == text
+    assert one_line(text, max_chars=100) == one_line(text) == text

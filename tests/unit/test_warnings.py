@@ -28,8 +28,8 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_importing_is_silent_and_other_warnings_are_shown():
-    done = run(IMPORTS + OTHERS)
-    assert done.stdout == "imported\n", done.stderr
-    assert done.stderr.count("Warning") == 4, done.stderr
-    assert done.stderr.count("the device is out of memory") == 2
-    assert done.stderr.count("`other` is deprecated") == 2
+    process = run(IMPORTS + OTHERS)
+    assert process.stdout == "imported\n", process.stderr
+    assert process.stderr.count("Warning") == 4, process.stderr
+    assert process.stderr.count("the device is out of memory") == 2
+    assert process.stderr.count("`other` is deprecated") == 2

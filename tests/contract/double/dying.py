@@ -1,5 +1,5 @@
-"""Fault injection. BRORL_DOUBLE_DIE=POINT:NUMBER:FILE kills the process when it reaches POINT for the NUMBERth time,
-unless FILE exists, which it creates."""
+"""Fault injection. BRORL_DOUBLE_DIE=POINT:NUMBER:FILE creates FILE and kills the process when it reaches POINT for the
+NUMBERth time or later. If FILE exists, nothing happens."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.types import Prompt
 
 TEMPLATE = template('<tool_call>\n{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}\n</tool_call>')
-SAMPLING = Sampling(1.0, 1.0, 0, 12, (1,), shares_prefixes=False)
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(1,), shares_prefixes=False)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    module = tiny.make_model(directory, "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    module = tiny.make_model(directory, "qwen2", tied=True, vocab_size=304, bos_token_id=0, eos_token_id=1)
     make_hf(directory, chat_template=TEMPLATE)
     return directory, module
 
@@ -51,7 +51,7 @@ def agents(model, function, max_rows=1000, inner=None):
     with contextlib.closing(agent_engine(model[0], inner, function)) as engine:
 
         def run(n=4, questions=("1 + 2", "hello")):
-            prompts = [Prompt(q, q, (5,), None, "exact") for q in questions]
+            prompts = [Prompt(q, text=q, token_ids=(5,), answer=None, verifier="exact") for q in questions]
             requests = [Request(p, stream_key(0, 4, p.id), n) for p in prompts]
             return [r for group in engine.generate(requests, SAMPLING) for r in group]
 
@@ -59,7 +59,7 @@ def agents(model, function, max_rows=1000, inner=None):
 
 
 def rows(rollout):
-    """Return (prompt, response, sampled, log-probs) of each sequence."""
+    """Return (token ids, sampled, log-probs) of each sequence."""
     parts = [slice(*ends) for ends in pairwise((*rollout.episode.starts, len(rollout.token_ids)))]
     return [(rollout.token_ids[part], rollout.episode.sampled[part], rollout.log_probs[part]) for part in parts]
 
@@ -92,7 +92,7 @@ def test_log_probs_of_all_tokens_are_those_of_transformers(model):
         rollouts = run()
     assert len(rollouts) == 8
     for r in rollouts:
-        assert r.episode.score.reward == 7
+        assert r.episode.score.reward == 7  # the number of messages
         assert len(r.episode.starts) == 1
         assert r.episode.turns == 3
     check_log_probs(model, rollouts)
@@ -108,7 +108,7 @@ async def many(row, client):
 
 def test_80_concurrent_calls(model):
     with agents(model, many, max_rows=32) as run:
-        rollouts = run(1)
+        rollouts = run(n=1)
     assert [r.episode.turns for r in rollouts] == [40] * 2
     check_log_probs(model, rollouts)
 
@@ -133,15 +133,15 @@ async def branches(row, client):
 
 def test_rollouts_do_not_depend_on_the_order_of_calls(model):
     with agents(model, branches) as run:
-        one = run()
+        expected = run()
     with agents(model, branches, max_rows=3) as run:
-        two = run()
-    check_log_probs(model, one)
-    for a, b in zip(one, two, strict=True):
+        rollouts = run()
+    check_log_probs(model, expected)
+    for a, b in zip(expected, rollouts, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         assert a.log_probs.tolist() == b.log_probs.tolist()
         assert a.episode.starts == b.episode.starts
-        # The second branch repeats the first call, and the check has messages of its own.
+        # Three sequences: the first branch, the second one with the first call again, and the other conversation.
         assert len(a.episode.starts) == 3
         assert a.episode.turns == 6
 

@@ -41,8 +41,8 @@ def endpoint(tmp_path):
 
 
 @contextlib.contextmanager
-def opened(folder, texts, template=TEMPLATE, answers=True, most=50, **options):
-    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=most, stop_ids=(1,))
+def opened(folder, texts, template=TEMPLATE, answers=True, call_tokens=50, **options):
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=call_tokens, stop_ids=(1,))
     options = {"max_calls": 9, "room": 400, **options}
     engine = agent_engine(make_hf(folder / "hf", chat_template=template), inner=None, sampling=sampling, **options)
     tokenizer = load_tokenizer(folder / "hf")
@@ -60,7 +60,7 @@ def opened(folder, texts, template=TEMPLATE, answers=True, most=50, **options):
         call.finish, call.stopped = reason.removesuffix(" string"), reason == "stop"
         call.done()
 
-    sequences = Sequences(engine.chat, 0)
+    sequences = Sequences(engine.chat, key=0)
     with contextlib.closing(engine), openai.OpenAI(base_url=engine.server.url, api_key="key") as client:
         engine.server.endpoints["key"] = Endpoint(sequences, sampling, submit)
         client.submitted, client.finish, client.server = submitted, finish, engine.server
@@ -173,7 +173,7 @@ def test_a_request_that_would_be_sampled_otherwise_is_refused(endpoint, options,
 
 # Each call samples two tokens.
 LIMITS = [
-    ({"most": 20}, {}, [20, 20, 20]),
+    ({"call_tokens": 20}, {}, [20, 20, 20]),
     ({}, {"max_tokens": 7}, [7, 7, 7]),
     ({}, {"max_completion_tokens": 8}, [8, 8, 8]),
     ({"max_tokens": 4}, {"max_tokens": 30}, [4, 2, "max_tokens"]),
@@ -195,7 +195,7 @@ def test_the_smallest_limit_of_tokens_counts(endpoint, limits, options, expected
 
 
 def test_a_retry_waits_for_the_call_that_it_repeats(endpoint):
-    """The requests end before their completions, and the retry of the second receives it. The first is not trained."""
+    """Both requests time out. The retry of the second one receives its completion. The first one is not trained."""
     client = endpoint(answers=False)
     for i in range(2):
         with pytest.raises(openai.APITimeoutError):
@@ -203,8 +203,8 @@ def test_a_retry_waits_for_the_call_that_it_repeats(endpoint):
     lost, call = client.submitted.get(), client.submitted.get()
     client.finish(lost, "late")
     with ThreadPoolExecutor(1) as pool:
-        again = [{"role": "user", "content": "1"}]
-        retry = pool.submit(ask, client, again, extra_headers={"x-stainless-retry-count": "1"})
+        messages = [{"role": "user", "content": "1"}]
+        retry = pool.submit(ask, client, messages, extra_headers={"x-stainless-retry-count": "1"})
         time.sleep(0.2)
         client.finish(call, "received")
         assert retry.result().choices[0].message.content == "received"

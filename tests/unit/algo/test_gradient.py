@@ -22,17 +22,17 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     shape = read_shape(tmp_path)
     actor = build_actor(shape, processes, torch.float64, backend(ops, cpu_bridge.default_device()))
     hugging_face.load(actor, shape, tmp_path)
-    g = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (4, 7)]
+    rng = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=rng) for n in (4, 7)]
     prompts.insert(0, prompts[0])
-    responses = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (5, 2, 6)]
-    (batch,) = pack(prompts, responses, 1000, share=share)
-    assert any(g.prefix for g in batch.groups) == share
-    advantages = torch.randn(3, dtype=torch.float64, generator=g)
+    responses = [torch.randint(3, tiny.VOCAB, (n,), generator=rng) for n in (5, 2, 6)]
+    (batch,) = pack(prompts, responses, max_tokens=1000, share=share)
+    assert any(group.prefix for group in batch.groups) == share
+    advantages = torch.randn(3, dtype=torch.float64, generator=rng)
 
     def head():
         with cpu_bridge.bridge():
-            return actor.head(actor.forward_packed(batch), batch, 0.8)
+            return actor.head(actor.forward_packed(batch), batch, temperature=0.8)
 
     with torch.no_grad():
         current, _ = head().log_probs()
@@ -40,7 +40,8 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     old = current + torch.tensor([-0.5, -0.05, 0.1, 0.6], dtype=torch.float64)[torch.arange(len(current)) % 4]
 
     def loss():
-        tokens = PolicyTokens(old - 0.1, batch.repeat(advantages), torch.full_like(old, 1 / 13), old)
+        weights = torch.full_like(old, 1 / 13)  # the mean over all tokens
+        tokens = PolicyTokens(old - 0.1, batch.repeat(advantages), weights, old_log_probs=old)
         return head().policy_loss(tokens, PolicyLossSettings(is_cap=2.0, entropy_coef=0.1)).loss
 
     loss().backward()

@@ -66,7 +66,7 @@ def test_maxrl_is_unbiased_for_the_truncated_logarithm(n, logits):
 @SIZES
 @POLICIES
 def test_rloo_is_unbiased_for_the_success_rate_and_dr_grpo_shorter(n, logits):
-    """The mean of a group contains the rollout itself, which costs the factor (n - 1) / n."""
+    """The group mean of dr_grpo contains the rollout itself, which shortens the gradient by (n - 1) / n."""
     for name, factor in (("rloo", 1), ("dr_grpo", (n - 1) / n)):
         arguments = torch.ones(2**n, n, dtype=torch.bool), [{}] * 2**n, AlgoConfig(advantage=name)
         cases = torch.tensor(list(product((0.0, 1.0), repeat=n)))
@@ -88,7 +88,7 @@ def test_k_is_at_most_the_number_of_siblings():
 
 
 def test_pass_at_k_is_accurate_for_large_groups():
-    """One right rollout of 512, k = 64: C(511, 64) / C(511, 64) = 1 exactly, and the wrong ones' share of it."""
+    """With one right rollout of 512, its advantage is exactly k = 64, and that of each wrong rollout -k / 511."""
     rewards = torch.zeros(512)
     rewards[7] = 1.0
     advantages = pass_at_k_advantages(rewards, 64)

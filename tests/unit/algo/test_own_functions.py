@@ -22,7 +22,8 @@ def start(folder: Path, source: str, **names: str) -> dict[str, str]:
     """Write a file, and start a run that names functions in it: advantage="f"."""
     (folder / "mine.py").write_text(source)
     values = {key: f"{folder / 'mine.py'}:{function}" for key, function in names.items()}
-    return trial.check_user_functions(Config(algo=AlgoConfig(**values), rollout=RolloutConfig(n=4)), ROWS, {})
+    config = Config(algo=AlgoConfig(**values), rollout=RolloutConfig(n=4))
+    return trial.check_user_functions(config, ROWS, in_process={})
 
 
 def test_an_advantage_receives_the_rows_and_lost_rollouts_have_none(tmp_path):
@@ -78,4 +79,4 @@ def test_mistakes_are_one_line_that_names_file_and_function(tmp_path, key, sourc
 
 def test_a_missing_file_is_one_line():
     with pytest.raises(UserError, match=r"^algo\.policy_loss = none\.py:f: no such file in /.*"):
-        trial.check_user_functions(Config(algo=AlgoConfig(policy_loss="none.py:f")), ROWS, {})
+        trial.check_user_functions(Config(algo=AlgoConfig(policy_loss="none.py:f")), ROWS, in_process={})

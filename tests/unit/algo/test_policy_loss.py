@@ -18,17 +18,18 @@ from megatron_brorl.algo.policy_loss import (
 
 
 def draw(count: int):
-    g = torch.Generator().manual_seed(2)
-    lp = -3 * torch.rand(count, dtype=torch.float64, generator=g)
-    old = lp + 0.6 * torch.randn(count, dtype=torch.float64, generator=g)
-    rollout = old + 0.8 * torch.randn(count, dtype=torch.float64, generator=g)
-    return lp, old, rollout, torch.randn(count, dtype=torch.float64, generator=g)
+    """Return log-probabilities of the actor, of the actor before the update and of the engine, and advantages."""
+    rng = torch.Generator().manual_seed(2)
+    lp = -3 * torch.rand(count, dtype=torch.float64, generator=rng)
+    old = lp + 0.6 * torch.randn(count, dtype=torch.float64, generator=rng)
+    rollout = old + 0.8 * torch.randn(count, dtype=torch.float64, generator=rng)
+    return lp, old, rollout, torch.randn(count, dtype=torch.float64, generator=rng)
 
 
 def test_metrics():
     """tests/ops/test_policy_losses.py compares values, gradients and clipped tokens with the equations."""
     lp, old, rollout, adv = draw(200)
-    tokens = PolicyTokens(rollout, adv, torch.full((200,), 1 / 77, dtype=torch.float64), old)
+    tokens = PolicyTokens(rollout, adv, torch.full((200,), 1 / 77, dtype=torch.float64), old_log_probs=old)
     result = policy_loss(lp, torch.zeros(200), tokens, PolicyLossSettings())
     ratio = (lp - old).exp().tolist()
     assert result.sums["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratio), rel=1e-9)
@@ -42,7 +43,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
     advantages = torch.tensor([-1.0, -1, -1, -1, -2, 2], dtype=torch.float64)
     lp = ratio.log().requires_grad_()
     tokens = PolicyTokens(lp.detach(), advantages, torch.ones(6).double(), torch.zeros(6).double())
-    result = policy_loss(lp, torch.zeros(6), tokens, PolicyLossSettings(0.2, 0.28, dual_clip=3.0))
+    result = policy_loss(lp, torch.zeros(6), tokens, PolicyLossSettings(eps_low=0.2, eps_high=0.28, dual_clip=3.0))
     assert result.loss.item() == pytest.approx(0.8 + 1.0 + 2.9 + 3.0 + 6.0 - 2 * 1.28)
     (gradient,) = torch.autograd.grad(result.loss, lp)
     torch.testing.assert_close(gradient, torch.tensor([0.0, 1.0, 2.9, 0, 0, 0], dtype=torch.float64))
@@ -51,10 +52,10 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
 
 def test_kl_estimates_and_their_mean_gradients():
     """Means over all tokens of two small policies are the KL and the gradients in the docstring of kl_estimate."""
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn(9, dtype=torch.float64, generator=g, requires_grad=True)
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, dtype=torch.float64, generator=rng, requires_grad=True)
     log_p = logits.log_softmax(0)
-    log_q = (logits.detach() + 0.01 * torch.randn(9, dtype=torch.float64, generator=g)).log_softmax(0)
+    log_q = (logits.detach() + 0.01 * torch.randn(9, dtype=torch.float64, generator=rng)).log_softmax(0)
     forward = (log_p.exp() * (log_p - log_q)).sum()
     reverse = (log_q.exp() * (log_q - log_p)).sum()
     for estimator, target in (("k1", None), ("k2", forward), ("k3", reverse)):
@@ -91,9 +92,9 @@ def test_aggregations(aggregation, expected):
 def test_mismatch_masks():
     old = torch.tensor([-1.0, -1.0, -1.0, -50.0])
     rollout = old - torch.tensor([0.0, math.log(5.1), math.log(0.49), math.log(4.9)])
-    assert mismatch_mask(old, rollout, "token", 0.5, 5.0).tolist() == [True, False, False, True]
+    assert mismatch_mask(old, rollout, "token", low=0.5, high=5.0).tolist() == [True, False, False, True]
     # The geometric mean of the ratios is (5.1 x 0.49 x 4.9)^(1/4) = 1.87.
     mean = (5.1 * 0.49 * 4.9) ** 0.25
-    assert mismatch_mask(old, rollout, "sequence", 0.5, mean + 1e-3).tolist() == [True] * 4
-    assert mismatch_mask(old, rollout, "sequence", 0.5, mean - 1e-3).tolist() == [False] * 4
-    assert mismatch_mask(old[:0], rollout[:0], "sequence", 0.5, 5.0).tolist() == []
+    assert mismatch_mask(old, rollout, "sequence", low=0.5, high=mean + 1e-3).tolist() == [True] * 4
+    assert mismatch_mask(old, rollout, "sequence", low=0.5, high=mean - 1e-3).tolist() == [False] * 4
+    assert mismatch_mask(old[:0], rollout[:0], "sequence", low=0.5, high=5.0).tolist() == []

@@ -27,11 +27,7 @@ def test_terms_add_up_and_the_cosine_is_for_right_responses():
     tokens = torch.tensor([[0, 5, 6], [12, 19, 20]] * 2)
     rewards = torch.tensor([[1.0] * 3] * 2 + [[0.5, 0.0, 1.0]] * 2)
     repeats = torch.tensor([[3, 0, 10]] * 4)
-    config = ShapingConfig(
-        overlong_tokens=15,
-        cosine_coef=2.0,
-        repetition_ngram=2,
-    )
+    config = ShapingConfig(overlong_tokens=15, cosine_coef=2.0, repetition_ngram=2)
 
     def expected(reward, t, repeated, cosine):
         overlong = 0 if t <= 20 - 15 else (20 - 15 - t) / 15
@@ -39,10 +35,11 @@ def test_terms_add_up_and_the_cosine_is_for_right_responses():
         return reward + overlong + bonus - 0.001 * repeated
 
     for step in (0, 99, 100, 599, 600, 699, 700):
-        result = shaped(rewards, rewards == 1, tokens, repeats, config, 20, step).flatten().tolist()
+        result = shaped(rewards, rewards == 1, tokens, repeats, config, max_tokens=20, step=step).flatten().tolist()
         cells = zip(rewards.flatten().tolist(), tokens.flatten().tolist(), repeats.flatten().tolist(), strict=True)
-        cosine = step in (0, 99, 600, 699)
+        cosine = step in (0, 99, 600, 699)  # the first 100 of every 600 steps
         assert result == pytest.approx([expected(*cell, cosine) for cell in cells])
     assert config.is_on
     assert not ShapingConfig().is_on
-    assert torch.equal(shaped(rewards, rewards == 1, tokens, repeats, ShapingConfig(), 20, 0), rewards)
+    unshaped = shaped(rewards, rewards == 1, tokens, repeats, ShapingConfig(), max_tokens=20, step=0)
+    assert torch.equal(unshaped, rewards)

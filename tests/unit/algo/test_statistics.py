@@ -27,10 +27,10 @@ def test_the_mean_of_means_gives_groups_equal_weight():
     groups = [random.beta(2.0, 3.0, size=2000), random.beta(5.0, 1.0, size=500)]
     interval = bootstrap_mean_of_means([x.tolist() for x in groups], resamples=4000, seed=1)
     mean = (groups[0].mean() + groups[1].mean()) / 2
-    half = 1.959964 * math.sqrt(sum(x.var() / x.size for x in groups)) / 2
+    half_width = 1.959964 * math.sqrt(sum(x.var() / x.size for x in groups)) / 2
     assert interval.mean == pytest.approx(mean, rel=1e-12)
-    # The ends are quantiles of 4000 draws: their own standard error is 0.0422 * (2 * half / 3.92).
-    assert (interval.low, interval.high) == pytest.approx((mean - half, mean + half), abs=0.1 * half)
+    # The ends are quantiles of 4000 draws, whose standard error is 0.0422 standard deviations, 0.022 half widths.
+    assert (interval.low, interval.high) == pytest.approx((mean - half_width, mean + half_width), abs=0.1 * half_width)
     # Two benchmarks of one prompt each leave nothing to resample.
     assert bootstrap_mean_of_means([[0.0], [1.0]], resamples=10, seed=0) == Interval(0.5, 0.5, 0.5)
 
@@ -67,9 +67,10 @@ def test_equal_values_have_room_for_others_in_their_interval(n, value, bounds):
 
 def test_bounds_change_nothing_if_values_differ():
     values = [0.0] * 30 + [1.0]
-    assert bootstrap_mean(values, 200, 1, SHARE) == bootstrap_mean(values, 200, 1)
+    settings = {"resamples": 200, "seed": 1}
+    assert bootstrap_mean(values, **settings, bounds=SHARE) == bootstrap_mean(values, **settings)
     # A benchmark of equal values widens the mean by its own share.
-    plain, wide = (bootstrap_mean_of_means([values, [0.0] * 8], 200, 1, b) for b in (None, SHARE))
+    plain, wide = (bootstrap_mean_of_means([values, [0.0] * 8], **settings, bounds=b) for b in (None, SHARE))
     assert (wide.mean, wide.low) == (plain.mean, plain.low)
     assert wide.high - plain.high == pytest.approx((1 - 0.025 ** (1 / 8)) / 2)
 
@@ -103,23 +104,23 @@ def test_the_p_value_of_the_paper():
 def test_paired_test_written_out():
     before = [0.25, 0.5, 1.0, 0.0, 0.75]
     after = [0.5, 0.5, 1.0, 0.25, 0.5]
-    d = [b - a for a, b in zip(before, after, strict=True)]
-    mean = math.fsum(d) / 5
-    error = math.sqrt(math.fsum((x - mean) ** 2 for x in d) / 4 / 5)
-    result = paired(before, after, 500, 7)
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    mean = math.fsum(differences) / 5
+    error = math.sqrt(math.fsum((x - mean) ** 2 for x in differences) / 4 / 5)
+    result = paired(before, after, resamples=500, seed=7)
     assert result.t == pytest.approx(mean / error, rel=1e-12)
     assert result.degrees == 4
     assert result.one_tailed == student_tail(result.t, 4)
     assert result.two_tailed == pytest.approx(2 * result.one_tailed)
-    assert result.difference == bootstrap_mean(d, 500, 7)
-    swapped = paired(after, before, 500, 7)
+    assert result.difference == bootstrap_mean(differences, resamples=500, seed=7)
+    swapped = paired(after, before, resamples=500, seed=7)
     assert (swapped.t, swapped.two_tailed) == (-result.t, result.two_tailed)
     assert swapped.one_tailed == pytest.approx(1 - result.one_tailed)
 
 
 def test_differences_that_do_not_vary():
     for change, expected in ((0.0, (0.0, 0.5, 1.0)), (0.25, (math.inf, 0.0, 0.0)), (-0.25, (-math.inf, 1.0, 0.0))):
-        result = paired([0.5, 0.25], [0.5 + change, 0.25 + change], 10, 0)
+        result = paired([0.5, 0.25], [0.5 + change, 0.25 + change], resamples=10, seed=0)
         assert (result.t, result.one_tailed, result.two_tailed) == expected
     with pytest.raises(ValueError, match="1 and 1 values"):
-        paired([0.5], [0.5], 10, 0)
+        paired([0.5], [0.5], resamples=10, seed=0)

@@ -67,8 +67,8 @@ def test_the_advantage_and_the_loss(tables, tmp_path, monkeypatch):  # noqa: F81
     passed = run("passed", advantage=functions.maxrl, policy_loss=functions.gspo)
     assert expected.metrics[1]["grad_norm"] > 0
     names = ("loss", "grad_norm", "entropy", "reward", "trained_tokens")
-    for own in (in_file, passed):
-        for a, b in zip(own.metrics, expected.metrics, strict=True):
+    for result in (in_file, passed):
+        for a, b in zip(result.metrics, expected.metrics, strict=True):
             assert [a[name] for name in names] == pytest.approx([b[name] for name in names], rel=1e-5)
 
     (tmp_path / "my_algo.py").write_text(source("my_algo.py") + "# a comment\n")
@@ -81,7 +81,7 @@ def test_the_advantage_and_the_loss(tables, tmp_path, monkeypatch):  # noqa: F81
 
 
 def test_the_model_family(processes, tmp_path, monkeypatch):
-    """Log-probabilities of actor and built-in engine against transformers."""
+    """Compare the log-probabilities of actor and built-in engine with those of transformers."""
     family = module("megatron_brorl/families/mistral.py").FAMILY
     monkeypatch.setitem(shapes.FAMILIES, family.architecture, family)
     monkeypatch.setitem(shapes._BY_NAME, family.name, family)
@@ -89,18 +89,19 @@ def test_the_model_family(processes, tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.FAMILIES, "mistral", hf_family)
     model = tiny.make_model(tmp_path, "mistral", tied=False)
     shape = shapes.read_shape(tmp_path)
-    worker = Worker(shape, processes, StageOptions(200, backend("fused", CPU)))
+    worker = Worker(shape, processes, StageOptions(tokens_per_micro_batch=200, ops=backend("fused", CPU)))
     worker.load_hf(tmp_path)
-    engine = TorchEngine(shape, hf_shapes(shape), CPU, torch.float32, 8, backend("fused", CPU).sample_tokens)
-    engine.update_weights(worker.hf_tensors(), 0)
-    request = Request(Prompt("p", "", (5, 6, 7), None, "exact"), 11, 4)
+    sample = backend("fused", CPU).sample_tokens
+    engine = TorchEngine(shape, hf_shapes(shape), CPU, torch.float32, max_rows=8, sample=sample)
+    engine.update_weights(worker.hf_tensors(), version=0)
+    request = Request(Prompt("p", text="", token_ids=(5, 6, 7), answer=None, verifier="exact"), key=11, n=4)
     (group,) = engine.generate([request], Sampling(temperature=0.9, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(2,)))
     responses = [rollout.token_ids for rollout in group]
-    scored = worker.log_probs([torch.tensor([5, 6, 7])] * 4, responses, 0.9)
-    for rollout, of_actor in zip(group, scored, strict=True):
-        expected = tiny.log_probs(model, [5, 6, 7], rollout.token_ids, 0.9)
+    scored = worker.log_probs([torch.tensor([5, 6, 7])] * 4, responses, temperature=0.9)
+    for rollout, actor_log_probs in zip(group, scored, strict=True):
+        expected = tiny.log_probs(model, [5, 6, 7], rollout.token_ids, temperature=0.9)
         torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(of_actor, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(actor_log_probs, expected, atol=1e-4, rtol=0)
 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "sliding_window"}))
@@ -109,26 +110,27 @@ def test_the_model_family(processes, tmp_path, monkeypatch):
 
 
 def test_the_engine(model, tmp_path):
-    """It samples from the weights that it was sent, repeatably, with the log-probabilities of transformers."""
-    directory, of_transformers = model
+    """The engine samples repeatably from the weights of an update, with the log-probabilities of transformers."""
+    directory, hf_model = model
     shape = shapes.read_shape(directory)
-    options = EngineOptions("transformers", str(directory), shape.vocab, 40, "float32", 8, (2,), {})
+    fields = {"vocab": shape.vocab, "context": 40, "dtype": "float32", "max_rows": 8, "stop_ids": (2,), "section": {}}
+    options = EngineOptions("transformers", str(directory), **fields)
     backend = module("megatron_brorl/rollout/remote/transformers/llm.py").TransformersBackend(options)
-    update = WeightUpdate(0, hf_shapes(shape), torch.float32, unchanged)
+    update = WeightUpdate(version=0, names=hf_shapes(shape), dtype=torch.float32, encode=unchanged)
     weights = write_update(tiny.weights(directory).items(), update, NodeRanks(), tmp_path / "weights")
     with served(backend, tmp_path):
-        engine = RemoteEngine(EngineConfig(), options, hf_shapes(shape), tmp_path, None, tmp_path / "log")
+        engine = RemoteEngine(EngineConfig(), options, hf_shapes(shape), tmp_path, devices=None, log=tmp_path / "log")
         leader = Connection(address(tmp_path))
         ask(leader, Message("begin"))
         for bucket in weights.buckets(20_000):
             ask(leader, Message("load", {"bucket": {"path": str(weights.path), "records": bucket}}))
         ask(leader, Message("finish", {"version": 0}))
-        engine.update_weights([], 0)
-        requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 4)]
+        engine.update_weights([], version=0)
+        requests = [Request(Prompt("p", text="", token_ids=(5, 6), answer=None, verifier="exact"), key=7, n=4)]
         sampling = Sampling(temperature=0.8, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(2,))
         (group,), (again,) = engine.generate(requests, sampling), engine.generate(requests, sampling)
         for rollout, same in zip(group, again, strict=True):
             assert rollout.token_ids.tolist() == same.token_ids.tolist()
-            expected = tiny.log_probs(of_transformers, [5, 6], rollout.token_ids, 0.8)
+            expected = tiny.log_probs(hf_model, [5, 6], rollout.token_ids, temperature=0.8)
             torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
         assert len({tuple(r.token_ids.tolist()) for r in group}) > 1

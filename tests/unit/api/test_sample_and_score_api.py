@@ -94,13 +94,9 @@ def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
         # All tokens are sampled, including special ones.
         [rows] = engine.sample(["1"], n=400, max_tokens=1, temperature=50.0, stop=("<|user|>",))
     assert firsts[0] != firsts[1]
-    for token, text, finish in (
-        (2, "<|user|>", "stop"),
-        (3, "<|assistant|>", "length"),
-        (1, "", "stop"),
-        (7, "", "stop"),
-    ):
-        assert {(row.text, row.finish) for row in rows if row.token_ids == (token,)} == {(text, finish)}
+    expected = {2: ("<|user|>", "stop"), 3: ("<|assistant|>", "length"), 1: ("", "stop"), 7: ("", "stop")}
+    for token, text_and_finish in expected.items():
+        assert {(row.text, row.finish) for row in rows if row.token_ids == (token,)} == {text_and_finish}
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -150,11 +146,10 @@ def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys
 
     data = replace(data, train=(str(tmp_path / "rows.jsonl"),))
     rollout = RolloutConfig(temperature=1e-6, max_tokens=5, stop_strings=(stop,))
-    run_info.write(
-        tmp_path, asdict(Config(data=data, rollout=rollout)), resume_step=None, command="", ranks=1, device=""
-    )
+    config = asdict(Config(data=data, rollout=rollout))
+    run_info.write(tmp_path, config, resume_step=None, command="", ranks=1, device="")
     tokenizer = load_tokenizer(tmp_path / "model", datetime.date(1999, 12, 31))
-    [row] = load_sources(data, tokenizer, 200, seed=0).train.prompts(0, 1)
+    [row] = load_sources(data, tokenizer, max_prompt_tokens=200, seed=0).train.prompts(start=0, count=1)
     assert list(row.token_ids) == expected
 
     prompts, sample = [], Engine.sample
@@ -221,7 +216,7 @@ def test_scores_are_those_of_the_verifier():
 
 
 def test_a_row_without_an_id_gets_its_index():
-    """Ids and error messages use the same name for a row."""
+    """Error messages use the same name for a row as its id."""
     ids = []
 
     def record(response, row):
@@ -238,7 +233,7 @@ def test_a_function_can_be_the_verifier():
     def half(response, row):
         if response == "raise":
             raise ValueError("oh")
-        return {"reward": 0.5 if response == row["columns"]["want"] else math.inf if response == "much" else 0.0}
+        return {"reward": {row["columns"]["want"]: 0.5, "much": math.inf}.get(response, 0.0)}
 
     row = {"prompt": "p", "columns": {"want": "a"}}
     [rewards] = score([["a", "b", "raise", "much"]], [row], verifier=half)

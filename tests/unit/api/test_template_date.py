@@ -40,7 +40,7 @@ chat_template_kwargs = {{ enable_thinking = false }}
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dated")
-    tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    tiny.make_model(folder / "model", "qwen2", tied=True, vocab_size=304, bos_token_id=0, eos_token_id=1)
     make_hf(folder / "model", chat_template=TEMPLATE)
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(3) for b in range(3)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -80,10 +80,10 @@ def test_a_resumed_run_and_its_evaluation_use_the_date_of_the_first_start(config
     # An evaluation in the same folder uses the date of the run, and one elsewhere uses today's date.
     verifier = "data.verifier=exact"
     for name, date in (("parts", FIRST), ("elsewhere", datetime.date.today())):
-        done = brorl("evaluate", config, f"run.dir={tmp_path / name}", verifier)
-        assert done.returncode == 0, done.stderr
+        process = brorl("evaluate", config, f"run.dir={tmp_path / name}", verifier)
+        assert process.returncode == 0, process.stderr
         result = json.loads((tmp_path / name / "evaluation.json").read_text())
-        assert result["template_date"] in (str(date), str(datetime.date.today()))
+        assert result["template_date"] in (str(date), str(datetime.date.today()))  # midnight may pass
         assert result["template_date"] == str(date) or name == "elsewhere"
         assert result["chat_template_kwargs"] == {"enable_thinking": False}
     compared = brorl("compare", tmp_path / "parts", tmp_path / "elsewhere")
@@ -109,10 +109,10 @@ def test_a_damaged_date_file_is_an_error(tmp_path):
 def test_ranks_that_start_on_different_days_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder.collectives, "all_gather", lambda text: [text, str(NEXT)])
     with pytest.raises(UserError, match="ranks started on different days, 2026-01-31 and 2026-02-01"):
-        run_folder.keep_template_date(tmp_path, FIRST, True)
+        run_folder.keep_template_date(tmp_path, FIRST, is_main_rank=True)
     assert not list(tmp_path.iterdir())
-    run_folder.keep_template_date(tmp_path, None, True)
-    run_folder.keep_template_date(tmp_path, NEXT, False)
+    run_folder.keep_template_date(tmp_path, date=None, is_main_rank=True)
+    run_folder.keep_template_date(tmp_path, NEXT, is_main_rank=False)
     assert not list(tmp_path.iterdir())
-    run_folder.keep_template_date(tmp_path, NEXT, True)
+    run_folder.keep_template_date(tmp_path, NEXT, is_main_rank=True)
     assert run_folder.template_date(tmp_path) == NEXT

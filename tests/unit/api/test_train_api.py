@@ -20,7 +20,7 @@ ROWS = [{"prompt": f"{a} + {b} =", "answer": str((a + b) % 10)} for a in range(3
 def tables(tmp_path_factory):
     """Return the configuration of a run of two steps."""
     folder = tmp_path_factory.mktemp("train_api")
-    tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    tiny.make_model(folder / "model", "qwen2", tied=True, vocab_size=304, bos_token_id=0, eos_token_id=1)
     make_hf(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return {
@@ -41,7 +41,7 @@ def even(response, row):
 
 
 class Recorder:
-    """A callback that stores its arguments and raises an exception after the first step."""
+    """A callback that stores its arguments, and raises `raised` after the first step."""
 
     def __init__(self, raised=None):
         self.steps, self.evaluations, self.summaries, self.raised = [], [], [], raised
@@ -97,7 +97,7 @@ def test_a_finished_run_is_returned_without_training(tables, tmp_path, capfd):
     stdout, stderr = capfd.readouterr()
     assert (stdout, stderr.count("\n")) == ("", 1)
     assert stderr.startswith(f"run.dir = {tmp_path}: this run has finished (steps: 1;")
-    # Other values would start no new step. The rest of the rollouts per prompt needs another run.dir.
+    # Changed values would have no effect, because no step is left.
     with pytest.raises(UserError, match=r"rollout\.n = \d+ -> 6, optim\.lr = \S+ -> 0\.5; run\.dir=OTHER"):
         train(one_step, overrides=["rollout.n=6", "optim.lr=0.5"])
     assert written.stat().st_mtime_ns == before
@@ -112,10 +112,9 @@ def test_the_example_of_the_documentation_runs(whole, tables, tmp_path, monkeypa
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "x").symlink_to(whole[0].directory)
     sections = {**tables, "model": {"path": str(tables["model"]["path"])}}
-    lines = [
-        f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in own.items()) for name, own in sections.items()
-    ]
-    (tmp_path / "run.toml").write_text("\n".join(lines))
+    with open(tmp_path / "run.toml", "w") as file:
+        for name, section in sections.items():
+            file.write(f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items()))
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     names = {}
     exec(compile(code, str(PAGE), "exec"), names)

@@ -72,8 +72,8 @@ def test_conversion_is_bit_exact_both_ways_and_logits_equal_transformers(tmp_pat
     family, tied, overrides = model
     tiny.make_model(tmp_path / "hf", family, tied, **overrides)
     (tmp_path / ".a.writing" / "old").mkdir(parents=True)  # left by a killed conversion
-    size = to_megatron(tmp_path / "hf", tmp_path / "a", tensor, pipeline)
-    to_megatron(tmp_path / "a", tmp_path / "b", 1, 1)
+    size = to_megatron(tmp_path / "hf", tmp_path / "a", tensor=tensor, pipeline=pipeline)
+    to_megatron(tmp_path / "a", tmp_path / "b", tensor=1, pipeline=1)
     for name in ("a", "b"):
         assert to_hf(tmp_path / name, tmp_path / f"back-{name}") == size
         assert_same_weights(tmp_path / "hf", tmp_path / f"back-{name}")
@@ -90,8 +90,8 @@ def test_conversion_is_bit_exact_both_ways_and_logits_equal_transformers(tmp_pat
 def models(tmp_path_factory):
     """A sharded Hugging Face directory and the same model as a Megatron checkpoint."""
     root = tmp_path_factory.mktemp("made")
-    tiny.make_model(root / "one", "qwen2", False).save_pretrained(root / "hf", max_shard_size="80KB")
-    to_megatron(root / "hf", root / "megatron", 2, 2)
+    tiny.make_model(root / "one", "qwen2", tied=False).save_pretrained(root / "hf", max_shard_size="80KB")
+    to_megatron(root / "hf", root / "megatron", tensor=2, pipeline=2)
     return root
 
 
@@ -103,22 +103,22 @@ def copy(models, tmp_path):
 
 
 def test_the_command_verifies_and_shows_progress(models, tmp_path):
-    done = tool("to-megatron", models / "hf", tmp_path / "m", "--tensor", "2", "--pipeline", "2", "--verify")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^convert (\d+)/\1 ", done.stderr, re.M)
-    assert f"{tmp_path / 'm'}: logits equal those of {models / 'hf'} within" in done.stderr
-    done = tool("to-hf", tmp_path / "m", tmp_path / "back", "--verify")
-    assert done.returncode == 0, done.stderr
-    assert "within" in done.stderr
+    process = tool("to-megatron", models / "hf", tmp_path / "m", "--tensor", "2", "--pipeline", "2", "--verify")
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"^convert (\d+)/\1 ", process.stderr, re.M)
+    assert f"{tmp_path / 'm'}: logits equal those of {models / 'hf'} within" in process.stderr
+    process = tool("to-hf", tmp_path / "m", tmp_path / "back", "--verify")
+    assert process.returncode == 0, process.stderr
+    assert "within" in process.stderr
     assert_same_weights(models / "hf", tmp_path / "back")
-    done = tool("to-hf", tmp_path / "m", tmp_path / "back")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert re.search(rf"^brorl: {tmp_path / 'back'}: exists.*--overwrite", done.stderr)
+    process = tool("to-hf", tmp_path / "m", tmp_path / "back")
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert re.search(rf"^brorl: {tmp_path / 'back'}: exists.*--overwrite", process.stderr)
     assert tool("to-hf", tmp_path / "m", tmp_path / "back", "--overwrite").returncode == 0
 
 
 def test_a_failed_verification_names_the_target(models, tmp_path, monkeypatch, capsys):
-    """It does not name the folder in which the conversion was written aside."""
+    """The message does not name the temporary folder of the conversion."""
     logits = iter([torch.zeros(1), torch.ones(1)])
     monkeypatch.setattr(convert, "logits", lambda *_: next(logits))
     text = output(capsys, "convert", "to-megatron", models / "hf", tmp_path / "out", "--verify", code=2)
@@ -126,7 +126,8 @@ def test_a_failed_verification_names_the_target(models, tmp_path, monkeypatch, c
 
 
 def load_worker(directory: Path, processes: Any, **options: Any) -> Worker:
-    stage = StageOptions(100, backend("fused", torch.device("cpu")), **options)
+    ops = backend("fused", torch.device("cpu"))
+    stage = StageOptions(tokens_per_micro_batch=100, ops=ops, **options)
     worker = Worker(read_shape(directory), processes, stage, OptimConfig())
     worker.load_hf(directory)
     return worker
@@ -140,16 +141,16 @@ LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "up_
     [("qwen2", torch.float32, 1e-6), ("gemma3", torch.float32, 1e-6), ("qwen3", torch.bfloat16, 2**-8)],
 )
 def test_adapters_of_a_checkpoint_are_merged(tmp_path, family, dtype, error):
-    """Relative errors are at most one rounding of the type of the run. --verify accepts the result, not the base."""
+    """Errors are at most one rounding in the dtype of the run. The check accepts the merged model, not the base."""
     base = tmp_path / "hf"
-    tiny.make_model(base, family, True)
+    tiny.make_model(base, family, tied=True)
     worker = load_worker(base, grid.build(ParallelConfig()), dtype=dtype, lora=LORA)  # convert.verify leaves the grid
     for name, parameter in worker.actor.named_parameters():
         if name.endswith(".b"):
             parameter.data.normal_(0, 0.1)
     inputs = {"base_weights": hugging_face.weights_sha256(base)}
     run = {"fingerprint": {"lora": dataclasses.asdict(LORA), "inputs": inputs}}
-    saved = save_checkpoint(tmp_path, 1, ModelState("", worker.actor, worker.optimizer), run=run)
+    saved = save_checkpoint(tmp_path, 1, ModelState(name="", module=worker.actor, optimizer=worker.optimizer), run=run)
     adapters = {name: tensor.double() for name, tensor in worker.adapter_tensors()}
     to_hf(saved, tmp_path / "back", config=base)
 
@@ -159,7 +160,7 @@ def test_adapters_of_a_checkpoint_are_merged(tmp_path, family, dtype, error):
         expected = weight.to(dtype).double()
         if name.split(".")[-2] in LORA.targets and name.endswith("weight"):
             a, b = (adapters[f"base_model.model.{name.replace('weight', f'lora_{x}.weight')}"] for x in "AB")
-            expected += 2 * b @ a
+            expected += 2 * b @ a  # 2 = alpha / rank
         assert merged[name].dtype == dtype
         assert ((merged[name].double() - expected).abs() <= error * expected.abs() + 1e-7).all(), name
 
@@ -194,7 +195,7 @@ def cut_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "damage", "has_manifest", "part"),
+    ("file", "damage", "has_manifest", "message"),
     [
         ("hf/config.json", wrong_width, True, "gate_proj.weight has shape [88, 48], config.json implies [96, 48]"),
         ("hf", mixed_types, True, "differ in type (BF16, F32)"),
@@ -207,26 +208,26 @@ def cut_file(path: Path) -> None:
         ("megatron/hf", shutil.rmtree, False, "--config"),
     ],
 )
-def test_a_damaged_source_is_named_and_no_files_are_left(copy, place, damage, has_manifest, part):
+def test_a_damaged_source_is_named_and_no_files_are_left(copy, file, damage, has_manifest, message):
     if not has_manifest:
         (copy / "megatron/manifest.json").unlink()
-    damage(copy / place)
-    source = place.partition("/")[0]
-    with pytest.raises(UserError, match=f"{copy / source}.*{re.escape(part)}"):
+    damage(copy / file)
+    source = file.partition("/")[0]
+    with pytest.raises(UserError, match=f"{copy / source}.*{re.escape(message)}"):
         to_megatron(copy / "hf", copy / "out", 2, 1) if source == "hf" else to_hf(copy / "megatron", copy / "out")
     assert names(copy) == ["hf", "megatron"]
 
 
 def test_a_full_disk_is_reported_in_one_line(copy):
-    place = f"^{copy / 'out'}: cannot be written: File too large; free some space"
-    with file_size_limit(100_000), pytest.raises(UserError, match=place):
-        to_megatron(copy / "hf", copy / "out", 1, 1)
+    file = f"^{copy / 'out'}: cannot be written: File too large; free some space"
+    with file_size_limit(100_000), pytest.raises(UserError, match=file):
+        to_megatron(copy / "hf", copy / "out", tensor=1, pipeline=1)
     assert names(copy) == ["hf", "megatron"]
 
 
 def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_path, capsys):
     """The checkpoint has an optimizer; config.json and the tokenizer come from the initial model."""
-    tiny.make_model(tmp_path / "hf", "qwen3", True)
+    tiny.make_model(tmp_path / "hf", "qwen3", tied=True)
     edit(tmp_path / "hf/config.json", dtype="bfloat16")  # published in bf16, trained in fp32
     worker = load_worker(tmp_path / "hf", processes)
     saved = save_checkpoint(tmp_path / "checkpoints", 1, ModelState("", worker.actor, worker.optimizer))
@@ -252,14 +253,14 @@ def test_memory_is_bounded_by_the_largest_tensor_and_one_file(tmp_path, monkeypa
     """Bytes allocated: at most three times the largest entry, and one output file of safetensors in addition."""
     config = QWEN | SMALLER
     config |= {"num_hidden_layers": 24, "hidden_size": 192, "vocab_size": 2001, "tie_word_embeddings": tied}
-    write_random_model(config, tmp_path / "hf", 0, torch.bfloat16)
-    largest = 2001 * 192 * 2
+    write_random_model(config, tmp_path / "hf", seed=0, dtype=torch.bfloat16)
+    largest = 2001 * 192 * 2  # bytes of the embedding
     total = sum(t.numel() * 2 for t in tiny.weights(tmp_path / "hf").values())
     assert total > 10 * largest
     source = tmp_path / "hf/model.safetensors"
     monkeypatch.setattr(safetensors_files, "MAX_SHARD_BYTES", largest)
-    to_peak = peak_of_allocations(lambda: to_megatron(tmp_path / "hf", tmp_path / "megatron", tensor, 2), source)
-    back_peak = peak_of_allocations(lambda: to_hf(tmp_path / "megatron", tmp_path / "back"), source)
+    to_peak = peak_of_allocations(lambda: to_megatron(tmp_path / "hf", tmp_path / "megatron", tensor, 2), mapped=source)
+    back_peak = peak_of_allocations(lambda: to_hf(tmp_path / "megatron", tmp_path / "back"), mapped=source)
     assert 0 < to_peak <= 3 * largest
     assert 0 < back_peak <= 4 * largest
     assert_same_weights(tmp_path / "hf", tmp_path / "back")

@@ -54,13 +54,13 @@ def test_repair_completes_a_killed_save(save, tmp_path):
     (tmp_path / "latest").write_text("step_00000001\n")
     for name in (".latest.writing", ".best.writing", ".mine.writing"):
         (tmp_path / name).write_text("step_0")
-    folders.repair(tmp_path, 2, keep=1)
+    folders.repair(tmp_path, step=2, keep=1)
     assert names(tmp_path) == [".mine.writing", "latest", "step_00000002"]
     assert (tmp_path / "latest").read_text() == "step_00000002\n"
 
     # This save was killed after it wrote `latest`, and before it deleted the old folder.
     save(3)
-    folders.repair(tmp_path, 3, keep=1)
+    folders.repair(tmp_path, step=3, keep=1)
     assert names(tmp_path) == [".mine.writing", "latest", "step_00000003"]
 
 

@@ -31,8 +31,8 @@ INDEX = "model.safetensors.index.json"
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models of one architecture with different weights: one in a single file, one in shards."""
     root = tmp_path_factory.mktemp("made")
-    tiny.make_model(root / "one", "llama", False, seed=1)
-    tiny.make_model(root / "other", "llama", False, seed=2).save_pretrained(root / "shards", max_shard_size="80KB")
+    tiny.make_model(root / "one", "llama", tied=False, seed=1)
+    tiny.make_model(root / "other", "llama", tied=False, seed=2).save_pretrained(root / "shards", max_shard_size="80KB")
     return root
 
 
@@ -87,7 +87,7 @@ def test_the_same_weights_are_loaded_as_by_transformers(models: Path, tmp_path: 
         assert torch.equal(checkpoint.tensor(name), expected[name]), name
 
 
-def twice(one: Path, sharded: Path) -> Path:
+def a_tensor_in_two_shards(one: Path, sharded: Path) -> Path:
     first, second = shards(sharded)[:2]
     tensors = load_file(second)
     save(tensors | {"model.norm.weight": torch.ones(48)}, second)
@@ -115,7 +115,7 @@ def an_index_of_another_folder(one: Path, sharded: Path) -> Path:
 @pytest.mark.parametrize(
     ("arrange", "message"),
     [
-        (twice, r"model\.norm\.weight is stored in both model-0000"),
+        (a_tensor_in_two_shards, r"model\.norm\.weight is stored in both model-0000"),
         (a_shard_is_gone, r"missing, but named in model\.safetensors\.index\.json"),
         (pickled, "save_pretrained"),
         (an_index_of_another_folder, r"model\.norm\.weight"),
@@ -181,7 +181,7 @@ def test_a_large_model_is_written_in_shards(models: Path, tmp_path: Path, monkey
     monkeypatch.setattr(safetensors_files, "MAX_SHARD_BYTES", 50_000)
     tensors = load_file(models / "one" / WEIGHTS)
     out = tmp_path / "out"
-    hugging_face.save(tensors.items(), models / "one", out, "float32")
+    hugging_face.save(tensors.items(), models / "one", out, dtype="float32")
     written = [path.name for path in shards(out)]
     assert len(written) > 3
     assert written[0] == f"model-00001-of-{len(written):05d}.safetensors"
@@ -201,17 +201,17 @@ def test_a_failed_save_leaves_the_old_directory(models: Path, tmp_path: Path) ->
         raise OSError("disk full")
 
     out = tmp_path / "out"
-    hugging_face.save(tensors.items(), models / "one", out, "float32")
+    hugging_face.save(tensors.items(), models / "one", out, dtype="float32")
     with pytest.raises(OSError, match="disk full"):
-        hugging_face.save(broken(), models / "one", out, "float32")
+        hugging_face.save(broken(), models / "one", out, dtype="float32")
     assert torch.equal(load_file(out / WEIGHTS)[name], tensors[name])
-    hugging_face.save(((n, 2 * tensor) for n, tensor in tensors.items()), models / "one", out, "float32")
+    hugging_face.save(((n, 2 * tensor) for n, tensor in tensors.items()), models / "one", out, dtype="float32")
     assert torch.equal(load_file(out / WEIGHTS)[name], 2 * tensors[name])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    tiny.make_model(tmp_path, "llama", False)
+    tiny.make_model(tmp_path, "llama", tied=False)
     shapes = hf_shapes(read_shape(tmp_path))
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(UserError, match=r"1 tensors of config.json's model are missing, for example model.extra"):
@@ -230,8 +230,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     ("family", "dtype", "max_shard_size"), [("qwen2_moe", torch.float32, "5GB"), ("qwen3_moe", torch.bfloat16, "60KB")]
 )
 def test_both_forms_of_experts_are_read(tmp_path, family, dtype, max_shard_size):
-    """transformers writes the experts of a layer in one tensor, or one by one."""
-    tiny.make_model(tmp_path / "first", family, False)
+    """transformers writes the experts of a layer in one tensor, or each expert in a tensor."""
+    tiny.make_model(tmp_path / "first", family, tied=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=dtype)
     model.save_pretrained(tmp_path / "each")
     model.save_pretrained(tmp_path / "stacked", save_original_format=False, max_shard_size=max_shard_size)
@@ -241,7 +241,7 @@ def test_both_forms_of_experts_are_read(tmp_path, family, dtype, max_shard_size)
     assert stacked.shapes == {name: tuple(tensor.shape) for name, tensor in expected.items()}
     assert all(torch.equal(stacked.tensor(name), tensor) for name, tensor in expected.items())
     tensors = ((name, stacked.tensor(name)) for name in expected)
-    assert not hugging_face.save(tensors, stacked.directory, tmp_path / "out", str(dtype)[6:])
+    assert not hugging_face.save(tensors, stacked.directory, tmp_path / "out", str(dtype).removeprefix("torch."))
     assert load_file(tmp_path / "out" / WEIGHTS).keys() == expected.keys()
 
 
@@ -260,11 +260,11 @@ EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
     ],
 )
 def test_stacked_experts_that_do_not_fit_are_refused(tmp_path, change, message):
-    model = tiny.make_model(tmp_path / "first", "qwen3_moe", False)
+    model = tiny.make_model(tmp_path / "first", "qwen3_moe", tied=False)
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     path = tmp_path / "stacked" / WEIGHTS
     tensors = load_file(path)
     save(tensors | change(tensors), path)
     shape = read_shape(path.parent)
     with pytest.raises(UserError, match=message):
-        any(hugging_face.open_checked(path.parent, shape).read(entry) is None for entry in entries(shape, 1))
+        list(map(hugging_face.open_checked(path.parent, shape).read, entries(shape, pp_size=1)))

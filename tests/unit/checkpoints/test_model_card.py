@@ -74,7 +74,7 @@ LINKED = {"license": "other", "license_name": "theirs", "license_link": "https:/
 
 
 @pytest.mark.parametrize(
-    ("own", "front"),
+    ("base_card", "front"),
     [
         (None, {"license": "other"}),
         ("license: llama3\nbase_model: meta-llama/Llama-3", {"license": "llama3", "base_model": "meta-llama/Llama-3"}),
@@ -82,9 +82,9 @@ LINKED = {"license": "other", "license_name": "theirs", "license_link": "https:/
         ("license: {", {"license": "other"}),
     ],
 )
-def test_licence_and_base_model_come_from_the_card_of_the_base_model(tmp_path: Path, own, front):
-    if own:
-        (tmp_path / CARD).write_text(f"---\n{own}\n---\n# Theirs\nTheir own words.\n")
+def test_licence_and_base_model_come_from_the_card_of_the_base_model(tmp_path: Path, base_card, front):
+    if base_card:
+        (tmp_path / CARD).write_text(f"---\n{base_card}\n---\n# Theirs\nTheir own words.\n")
     base = InitialModel.of(str(tmp_path), tmp_path)
     assert base.name == tmp_path.name
     card = model_card(dataclasses.replace(TRAINING, base=base))
@@ -96,4 +96,4 @@ def test_licence_and_base_model_come_from_the_card_of_the_base_model(tmp_path: P
 
 
 def test_the_model_of_a_run_is_named_after_the_run(tmp_path: Path):
-    assert InitialModel.of("runs/sums/sft/model", tmp_path) == InitialModel("sft", "", {})
+    assert InitialModel.of("runs/sums/sft/model", tmp_path) == InitialModel(name="sft", hub="", licence={})

@@ -48,23 +48,23 @@ def test_user_errors_name_the_argument(tmp_path, capsys, monkeypatch):
 
 
 def test_shift_equals_plain_loops():
-    g = torch.Generator().manual_seed(0)
-    logits = [[torch.randn(n, 7, generator=g) for n in (3, 5)] for _ in range(2)]
-    targets = [torch.randint(0, 7, (n,), generator=g) for n in (3, 5)]
-    kl, gap, same = [], [], []
-    for a, b, ids in zip(*logits, targets, strict=True):
-        for x, y, t in zip(a.tolist(), b.tolist(), ids.tolist(), strict=True):
-            p = [math.exp(v) / sum(map(math.exp, x)) for v in x]
-            q = [math.exp(v) / sum(map(math.exp, y)) for v in y]
+    rng = torch.Generator().manual_seed(0)
+    logits = [[torch.randn(n, 7, generator=rng) for n in (3, 5)] for _ in range(2)]
+    targets = [torch.randint(0, 7, (n,), generator=rng) for n in (3, 5)]
+    kl, gap, agree = [], [], []
+    for before, after, ids in zip(*logits, targets, strict=True):
+        for logits_before, logits_after, token in zip(before.tolist(), after.tolist(), ids.tolist(), strict=True):
+            p = [math.exp(v) / sum(map(math.exp, logits_before)) for v in logits_before]
+            q = [math.exp(v) / sum(map(math.exp, logits_after)) for v in logits_after]
             kl.append(sum(i * math.log(i / j) for i, j in zip(p, q, strict=True)))
-            gap.append(abs(math.log(p[t] / q[t])))
-            same.append(p.index(max(p)) == q.index(max(q)))
+            gap.append(abs(math.log(p[token] / q[token])))
+            agree.append(p.index(max(p)) == q.index(max(q)))
     shift = quantized.distribution_shift(*logits, targets)
     assert shift.tokens == 8
     assert shift.kl_mean == pytest.approx(sum(kl) / 8)
     assert shift.kl_max == pytest.approx(max(kl))
     assert shift.gap_mean == pytest.approx(sum(gap) / 8)
-    assert shift.top_agrees == sum(same) / 8
+    assert shift.top_agrees == sum(agree) / 8
 
 
 @needs_modelopt
@@ -95,8 +95,8 @@ def test_exported_weights_equal_the_original_within_rounding(model, tmp_path, ca
         weight = exported[name]
         scale = exported[name.replace("weight", "weight_scale")]
         assert weight.dtype == torch.float8_e4m3fn
-        assert float(scale) == pytest.approx(float(original[name].abs().max()) / 448, rel=1e-2)
+        assert float(scale) == pytest.approx(float(original[name].abs().max()) / 448, rel=1e-2)  # 448: largest float8
         error = (weight.float() * scale - original[name]).abs()
-        assert bool((error <= original[name].abs() / 15 + scale * 2**-9).all())
+        assert bool((error <= original[name].abs() / 15 + scale * 2**-9).all())  # 2**-9: smallest float8
     assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "modelopt"
     assert (out / "tokenizer.model").read_bytes() == (model[0] / "tokenizer.model").read_bytes()

@@ -26,25 +26,26 @@ SOON = timedelta(seconds=60)
 
 @pytest.fixture
 def begin(actor_state, tmp_path):
-    return lambda step, keep=1: checkpoint.begin(tmp_path, step, [actor_state], {}, keep, {"own": b"mine"}, copy=True)
+    options = {"run": {}, "files": {"own": b"mine"}, "copy": True}
+    return lambda step, keep=1: checkpoint.begin(tmp_path, step, [actor_state], keep=keep, **options)
 
 
 class Held:
-    """Blocks saves before they write a file of this name, until `go` is set."""
+    """Block saves before they write a file whose name ends like this, until `go` is set."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
         self.reached = threading.Event()
         self.go = threading.Event()
         write = writer.write_verified
 
-        def held(path, fill):
+        def blocked_write(path, fill):
             if path.name.endswith(name):
                 self.reached.set()
                 assert self.go.wait(60)
             return write(path, fill)
 
         for module in (writer, folders, checkpoint):
-            patch.setattr(module, "write_verified", held)
+            patch.setattr(module, "write_verified", blocked_write)
 
 
 @pytest.mark.parametrize("name", ["1.distcp", "own", "manifest.json"])
@@ -107,9 +108,8 @@ def test_the_manifest_has_the_hash_of_every_file(begin, tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     digests = {p.name: sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "manifest.json"}
     assert manifest == digests
-    assert {"own", "run.json", "common.pt", ".metadata", "metadata.json", "__0_0.distcp", "__0_1.distcp"} == set(
-        digests
-    )
+    expected = {"own", "run.json", "common.pt", ".metadata", "metadata.json", "__0_0.distcp", "__0_1.distcp"}
+    assert digests.keys() == expected
 
 
 def test_a_failed_save_is_a_warning_if_the_run_ends_with_an_error(begin, tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def save(actor_state, tmp_path):
 
 
 def break_files(patch: pytest.MonkeyPatch, folder: str, name: str, mode: str, code: int) -> None:
-    """Make open fail for files of a folder whose name ends like this, if they are opened to read or to write."""
+    """Make open fail for files below `folder` whose path ends with `name`. mode: "r" or "w"."""
     original = io.open
 
     def opened(file, *args, **kwargs):
@@ -144,8 +144,8 @@ def break_files(patch: pytest.MonkeyPatch, folder: str, name: str, mode: str, co
 def test_a_full_disk_leaves_the_folder_unchanged(save, tmp_path):
     """torch itself raises RuntimeError when it closes its archive after a failed write."""
     save(1)
-    place = f"^{tmp_path / 'step_00000002'}: cannot be written: .*{os.strerror(errno.EFBIG)}"
-    with file_size_limit(100_000), pytest.raises(checkpoint.NotWritten, match=place):
+    message = f"^{tmp_path / 'step_00000002'}: cannot be written: .*{os.strerror(errno.EFBIG)}"
+    with file_size_limit(100_000), pytest.raises(checkpoint.NotWritten, match=message):
         save(2)
     assert names(tmp_path) == ["latest", "step_00000001"]
     assert save(2) == checkpoint.find(tmp_path)
@@ -160,7 +160,7 @@ def test_a_read_error_is_not_reported_as_damage(save, actor_state, tmp_path, mon
         checkpoint.load(checkpoint.find(tmp_path) if name == "manifest.json" else directory, [actor_state])
 
     with monkeypatch.context() as patch:
-        break_files(patch, "step_00000001", name, "r", errno.EIO)
+        break_files(patch, "step_00000001", name, mode="r", code=errno.EIO)
         # An OSError is reported by each rank, because the other ranks may have succeeded.
         with pytest.raises(UserError if name == ".metadata" else OSError, match=os.strerror(errno.EIO)) as error:
             read()

@@ -121,8 +121,8 @@ def test_a_wrong_override_is_reported(tmp_path, override, message):
     ],
 )
 def test_an_error_names_the_file_or_the_override_of_the_key(table, override, source):
-    place = f'override "{override}": ' if source == "override" else source
-    with pytest.raises(UserError, match=f"^{re.escape(place)}"):
+    prefix = f'override "{override}": ' if source == "override" else source
+    with pytest.raises(UserError, match=f"^{re.escape(prefix)}"):
         load_table(table, "run.toml", [override])
 
 
@@ -145,7 +145,7 @@ def test_keys_of_other_trainers_are_mapped_to_existing_keys():
 
 
 def test_each_key_on_the_page_for_users_of_other_trainers_is_answered(tmp_path, capsys):
-    """The first key of a cell is answered with that of its row. Values are in parentheses."""
+    """The first key of a cell is answered with the key of its row, the others with any key. Parentheses hold values."""
     page = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \|(.*)\|(.*)\|(.*)\|$", page, flags=re.M)
     names_and_answers = [("trainer.n_gpus_per_node", "--processes"), ("logging_steps", "every step")]
@@ -160,7 +160,7 @@ def test_each_key_on_the_page_for_users_of_other_trainers_is_answered(tmp_path, 
 
 
 # 8 GPUs, 64 prompts of 16 responses per step, 4 optimizer steps per step, 200 steps, 6,400 rows.
-SAME_RUN = {
+SAME_RUN = {  # key of another trainer -> (its value, other values of that trainer, value here)
     "per_device_train_batch_size": (4, {"devices": 8, "steps_per_generation": 32, "num_generations": 16}, 64),
     "steps_per_generation": (32, {"gradient_accumulation_steps": 8}, 4),
     "max_steps": (800, {}, 200),
@@ -177,8 +177,8 @@ SAME_RUN = {
 
 @pytest.mark.parametrize("name", SAME_RUN)
 def test_conversions_of_values_are_correct(name):
-    value, beside, expected = SAME_RUN[name]
+    value, other_values, expected = SAME_RUN[name]
     formula = re.search(r"\((.+)\)$", suggestion(f"train.{name}"))[1]
     python = re.sub(r"\b(?:algo|rollout|model)\.| of data.train", "", formula.replace(" x ", " * "))
     ours = {"mini_batches": 4, "epochs": 1, "prompts": 64, "context": 2048, "rows": 6400}
-    assert eval(python, {}, {name: value, **beside, **ours}) == expected
+    assert eval(python, {}, {name: value, **other_values, **ours}) == expected

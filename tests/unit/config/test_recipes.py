@@ -112,8 +112,8 @@ def test_recipes_agree_on_the_length_of_responses():
     assert longer.evaluate == replace(brorl.evaluate, every=longer.evaluate.every)
     assert longer.reward == brorl.reward
     names = (f.name for f in fields(longer.rollout))
-    unlike = {name for name in names if getattr(longer.rollout, name) != getattr(brorl.rollout, name)}
-    assert unlike <= {"max_tokens", "refills", "n", "prompts"}  # keys without effect in an evaluation
+    differing = {name for name in names if getattr(longer.rollout, name) != getattr(brorl.rollout, name)}
+    assert differing <= {"max_tokens", "refills", "n", "prompts"}  # keys without effect in an evaluation
 
 
 @pytest.mark.parametrize("overrides", [(), ("lora.rank=0", "optim.lr=1e-6")], ids=["LoRA", "all weights"])
@@ -121,9 +121,10 @@ def test_one_gpu_of_80_gb_has_room_for_1024_responses(overrides):
     """The responses have the full length. test_memory_plan.py counts the bytes of this model."""
     config = load(ROOT / "examples" / "one_gpu.toml", overrides)
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 32768}
-    gpu = 79 * 2**30
-    plan = plan_run(config, parse_shape(qwen2_config(**sizes), "test"), Machines(1, 1, gpu, here=False))[0]
-    assert plan.rows(gpu) >= config.rollout.max_num_seqs == 1024
+    machines = Machines(ranks=1, ranks_per_node=1, gpu=79 * 2**30, here=False)
+    plan = plan_run(config, parse_shape(qwen2_config(**sizes), "test"), machines)[0]
+    assert config.rollout.max_num_seqs == 1024
+    assert plan.rows(machines.gpu) >= 1024
 
 
 QWEN = {  # hidden, layers, heads, kv_heads, ffn, vocab as published; the smaller two are tied
@@ -133,7 +134,7 @@ QWEN = {  # hidden, layers, heads, kv_heads, ffn, vocab as published; the smalle
 }
 
 
-@pytest.mark.parametrize(("gpu", "column"), [(22, 1), (79, 2), (139, 3)])
+@pytest.mark.parametrize(("gpu", "column"), [(22, 1), (79, 2), (139, 3)])  # GiB
 def test_table_of_models_and_machines_is_the_memory_plan(gpu, column):
     """Check memory and numbers of responses, and that no setting fits where the table has a dash."""
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -146,14 +147,14 @@ def test_table_of_models_and_machines_is_the_memory_plan(gpu, column):
         shape = parse_shape(published | {"tie_word_embeddings": tied}, "test")
         for rank, cell in zip((0, 16), cells, strict=True):
             text = cell.split(" | ")[column]
-            needs = []
+            needs = []  # (bytes for training, responses that fit) for each length
             for tokens in (1024, 7680):
                 keys = {"model.dtype": "bf16", "rollout.dtype": "bf16", "rollout.engine": "vllm", "lora.rank": rank}
                 keys |= {"rollout.max_tokens": tokens, "model.context": tokens + 512, "data.train": '["x.jsonl"]'}
                 keys |= {"train.recompute": "full"} if "(r" in text or text == "-" else {}
                 keys |= {"train.offload": "true"} if "o)" in text or text == "-" else {}
                 config = load_table({}, "test", [f"{key}={value}" for key, value in keys.items()])
-                plan = plan_stage(config, shape, Machines(1, 1, gpu * 2**30, here=False))
+                plan = plan_stage(config, shape, Machines(ranks=1, ranks_per_node=1, gpu=gpu * 2**30, here=False))
                 needs.append((sum(plan.training.values()), plan.rows(gpu * 2**30)))
             if text == "-":
                 assert needs[0][0] > gpu * 2**30, (model, rank)

@@ -160,7 +160,7 @@ def test_experts_are_replayed_where_engine_and_trainer_round_differently():
         ("rollout.dtype=bf16 rollout.replay_routes=never", 8, False),
     ):
         config = load_table({}, "run.toml", overrides.split())
-        assert training_sampling_params(config, (2,), experts).routes is expected
+        assert training_sampling_params(config, stop_ids=(2,), experts=experts).routes is expected
     config = load_table({}, "run.toml", ["rollout.engine=trtllm", "rollout.dtype=bf16"])
     with pytest.raises(UserError, match=r"replay_routes = \"auto\": TensorRT-LLM does not return .* set \"never\""):
-        connect_engine(config, {}, 200, 304, (2,), routes=True)
+        connect_engine(config, names={}, context=200, vocab=304, stop_ids=(2,), routes=True)

@@ -71,15 +71,15 @@ BAD = {
 
 
 @pytest.mark.parametrize(
-    ("factory", "named"),
+    ("factory", "message"),
     [
         ("missing.py:Game", "environment missing.py:Game: no such file"),
         (f"{Calculator.__module__}:_value", f"{Calculator.__module__}:_value: is not a class"),
-        *((make(body), named) for body, named in BAD.items()),
+        *((make(body), message) for body, message in BAD.items()),
     ],
 )
-def test_a_class_that_cannot_be_used_is_a_user_error(factory, named):
-    with pytest.raises(UserError, match=named):
+def test_a_class_that_cannot_be_used_is_a_user_error(factory, message):
+    with pytest.raises(UserError, match=message):
         describe(factory)
 
 
@@ -119,7 +119,7 @@ def test_choices_of_the_docstring_and_literals_are_enforced(arguments, result):
     assert describe(Choices).tools == (get_json_schema(Choices.convert),)
     episodes = Episodes(Choices)
     episodes.reset(0, {})
-    outcome = episodes.step(0, f"<call>convert: {json.dumps(arguments)}</call>", False, "tags")
+    outcome = episodes.step(0, f"<call>convert: {json.dumps(arguments)}</call>", last=False, format="tags")
     assert outcome.messages[0]["content"] == result
     assert outcome.malformed == result.startswith("error")
 
@@ -180,8 +180,8 @@ HERMES, XML = written("hermes", "a"), written("xml", "b")
     ],
 )
 def test_tags_in_prose_are_text_and_unfinished_calls_are_malformed(format, text, expected):
-    calls = read_back(format, text)
-    assert [c[: len(e)] if isinstance(c, str) else c for c, e in zip(calls, expected, strict=True)] == expected
+    for result, beginning in zip(read_back(format, text), expected, strict=True):
+        assert result == beginning or result.startswith(beginning)
 
 
 def test_texts_become_the_types_of_the_parameters():

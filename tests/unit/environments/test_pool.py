@@ -40,8 +40,13 @@ def step(pool, episode, text=ACT, last=False):
 def pools():
     """Pools of two processes. Episodes of even and of odd numbers live in different ones."""
     with ExitStack() as stack:
-        start = stack.enter_context
-        yield cache(lambda name, seconds=60.0: start(closing(EnvironmentPool(f"{FILE}:{name}", 2, seconds, "hermes"))))
+
+        @cache
+        def start(name, seconds=60.0):
+            pool = EnvironmentPool(f"{FILE}:{name}", workers=2, max_tool_seconds=seconds, format="hermes")
+            return stack.enter_context(closing(pool))
+
+        yield start
 
 
 @pytest.fixture
@@ -96,12 +101,13 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "code", "expected"), CASES)
 def test_a_hostile_environment_ends_only_its_own_episodes(pools, capfd, method, code, expected):
-    pool = pools("Steps") if method == "step" else pools("Hostile", *[2.0] * ("no answer" in expected))
+    limit = [2.0] if "no answer" in expected else []  # seconds
+    pool = pools("Steps") if method == "step" else pools("Hostile", *limit)
     for i in (0, 3):  # an episode of the other process, and one of the same process; each has one turn, its last one
-        assert reset(pool, i, reward="result = self.turns") == Reply((), False, None)
+        assert reset(pool, i, reward="result = self.turns") == Reply(messages=(), done=False, score=None)
     reply = reset(pool, 1, **{method: code})
     if method != "reset":
-        assert reply == Reply((), False, None)
+        assert reply == Reply(messages=(), done=False, score=None)
         reply = step(pool, 1, ACT if method == "act" else "the answer")
         assert reply.lost or reply.calls == (method == "act")
     result = outcome(reply)
@@ -146,7 +152,7 @@ def test_calls_that_wait_run_at_the_same_time_and_episodes_keep_their_state(tool
     replies = queue.Queue()
     for turn in (1, 2):
         for i in episodes:
-            tools.step(i, ACT, False, lambda reply, i=i: replies.put((i, outcome(reply))))
+            tools.step(i, ACT, last=False, reply=lambda reply, i=i: replies.put((i, outcome(reply))))
         assert sorted(replies.get(timeout=60) for _ in episodes) == [(i, str(100 * i + turn)) for i in episodes]
     for i in episodes:
         tools.end(i)
@@ -156,34 +162,34 @@ def test_an_ended_episode_gets_no_reply_and_leaves_no_object(tools):
     replies = []
     reset(tools, 1, act="result = len(LIVE)")
     reset(tools, 3, act=WAIT)
-    tools.step(3, ACT, False, replies.append)
+    tools.step(3, ACT, last=False, reply=replies.append)
     tools.reset(5, {"metadata": {"reset": WAIT}}, replies.append)
     while outcome(step(tools, 1)) != "3":
-        pass  # until the reset has begun
+        pass  # until the third environment lives: its reset has begun
     tools.end(3)
     tools.end(5)
     reset(tools, 7, act="BARRIER.abort()")
     step(tools, 7, last=True)
     while outcome(step(tools, 1)) != "1":
-        pass  # until the calls that waited have returned
+        pass  # until one environment lives: the calls that waited have returned
     tools.end(1)
     assert not replies
 
 
 def test_a_closed_pool_has_no_processes_and_sends_no_reply():
     replies = []
-    pool = EnvironmentPool(f"{FILE}:Hostile", 1, 60.0, "hermes")
+    pool = EnvironmentPool(f"{FILE}:Hostile", workers=1, max_tool_seconds=60.0, format="hermes")
     pid = int(outcome(reset(pool, 0, reset="result = os.getpid()", act=HANG)))
-    pool.step(0, ACT, False, replies.append)
+    pool.step(0, ACT, last=False, reply=replies.append)
     pool.close()
     assert not psutil.pid_exists(pid)
     assert not replies
     with pytest.raises(RuntimeError, match="closed"):
-        pool.step(0, ACT, False, replies.append)
+        pool.step(0, ACT, last=False, reply=replies.append)
 
 
 def test_a_class_runs_in_this_process():
-    with closing(EnvironmentPool(Hostile, 1, 1.0, "tags")) as pool:
+    with closing(EnvironmentPool(Hostile, workers=1, max_tool_seconds=1.0, format="tags")) as pool:
         assert reset(pool, 0, reset="result = 'begin'").messages == ({"role": "user", "content": "begin"},)
         assert outcome(step(pool, 0, "<call>add: {}</call>")).startswith("error: add: argument a")
         assert outcome(step(pool, 0, "no call")) == "ok 1.0: "
@@ -191,7 +197,7 @@ def test_a_class_runs_in_this_process():
 
 def test_a_process_that_cannot_start_is_a_user_error(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_module")
-    with closing(EnvironmentPool(f"{tmp_path}/broken.py:Broken", 1, 5.0, "hermes")) as pool:
+    with closing(EnvironmentPool(f"{tmp_path}/broken.py:Broken", workers=1, max_tool_seconds=5.0)) as pool:
         for i in range(3):
             assert "no_such_module" in reset(pool, i).lost
         with pytest.raises(UserError, match=r"broken\.py:Broken: its process cannot start: .*no_such_module"):

@@ -38,13 +38,8 @@ CLASSES = {
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
 
 
@@ -231,8 +226,9 @@ def test_attention_bias_of_qwen2_is_ignored(tmp_path):
     """transformers' Qwen2 always has biases for queries, keys and values, and never one for the output."""
     tiny.make_model(tmp_path, "qwen2", tied=True)
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert parse_shape(raw | {"attention_bias": False}, "") == parse_shape(raw | {"attention_bias": True}, "")
-    assert parse_shape(raw, "").qkv_bias
+    without, with_bias = (parse_shape(raw | {"attention_bias": bias}, where="") for bias in (False, True))
+    assert without == with_bias
+    assert parse_shape(raw, where="").qkv_bias
 
 
 def test_missing_directory_and_broken_json(tmp_path):
@@ -259,4 +255,4 @@ def test_an_adapter_is_refused_with_the_way_to_merge_it(tmp_path):
     for _ in range(2):
         with pytest.raises(UserError, match=r"^[^\n]*adapter: is a PEFT adapter of .*base.*merge_and_unload.*teacher"):
             read_shape(adapter, "teacher.path")
-        shutil.copy(base / "config.json", adapter)
+        shutil.copy(base / "config.json", adapter)  # The second time, the adapter has a config.json.

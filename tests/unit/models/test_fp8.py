@@ -13,7 +13,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape, parse_shape
 from megatron_brorl.models import fp8
 
-H100, B200, L40, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
+H100, B200, L40, A100 = (9, 0), (10, 0), (8, 9), (8, 0)  # compute capabilities
 
 
 def shape(**changes: int) -> ModelShape:
@@ -38,22 +38,23 @@ def shape(**changes: int) -> ModelShape:
     ],
 )
 def test_devices_and_versions(recipe, capability, cuda, te, message):
-    problem = fp8.problem(Fp8Config(recipe=recipe), shape(), 1, capability, cuda, te)
+    problem = fp8.problem(Fp8Config(recipe=recipe), shape(), tp_size=1, capability=capability, cuda=cuda, te=te)
     assert message in problem
     assert bool(message) == bool(problem)
 
 
 def test_every_shard_must_be_aligned():
+    def problem(config, model_shape, tp_size=1):
+        return fp8.problem(config, model_shape, tp_size, B200, cuda="13.0", te="2.9")
+
     config = Fp8Config(recipe="tensorwise", bf16_layers=2)
-    assert fp8.problem(config, shape(), 2, H100, "12.9", "2.9") == ""
-    assert "intermediate_size is 4484" in fp8.problem(config, shape(ffn=8968), 2, H100, "12.9", "2.9")
-    assert "hidden_size is 1540" in fp8.problem(
-        config, shape(hidden=1540, heads=11, kv_heads=1), 1, H100, "13.0", "2.9"
-    )
+    assert problem(config, shape(), tp_size=2) == ""
+    assert "intermediate_size is 4484" in problem(config, shape(ffn=8968), tp_size=2)
+    assert "hidden_size is 1540" in problem(config, shape(hidden=1540, heads=11, kv_heads=1))
     narrow = shape(ffn=8976)  # 16 x 561
-    assert fp8.problem(Fp8Config(recipe="tensorwise"), narrow, 1, B200, "13.0", "2.9") == ""
-    assert "8976, not a multiple of 32" in fp8.problem(Fp8Config(recipe="mxfp8"), narrow, 1, B200, "13.0", "2.9")
-    assert "leaves none of the 4 layers" in fp8.problem(config, shape(layers=4), 1, H100, "12.9", "2.9")
+    assert problem(Fp8Config(recipe="tensorwise"), narrow) == ""
+    assert "8976, not a multiple of 32" in problem(Fp8Config(recipe="mxfp8"), narrow)
+    assert "leaves none of the 4 layers" in problem(config, shape(layers=4))
 
 
 def test_megatron_knows_every_field():

@@ -33,7 +33,7 @@ def set_tied(directory: Path, tied: bool) -> None:
 
 
 @pytest.fixture
-def another(tmp_path):
+def directory(tmp_path):
     """Return a directory whose head differs from its embedding."""
     tiny.make_model(tmp_path / "hf", "qwen2", tied=True)
     embedding = tiny.weights(tmp_path / "hf")[EMBEDDING]
@@ -48,22 +48,23 @@ def load(directory: Path, processes) -> torch.nn.Module:
     return actor
 
 
-def test_a_different_head_is_refused_and_untying_gives_transformers_logits(another, processes):
-    for use in (lambda: load(another, processes), lambda: to_megatron(another, another.parent / "megatron", 1, 1)):
+def test_a_different_head_is_refused_and_untying_gives_transformers_logits(directory, processes):
+    megatron = directory.parent / "megatron"
+    for use in (lambda: load(directory, processes), lambda: to_megatron(directory, megatron, tensor=1, pipeline=1)):
         with pytest.raises(UserError) as caught:
             use()
-        assert str(caught.value).startswith(f"{another}: stores a {HEAD} unlike {EMBEDDING}")
+        assert str(caught.value).startswith(f"{directory}: stores a {HEAD} unlike {EMBEDDING}")
         assert "tie_word_embeddings" in str(caught.value)
         assert "\n" not in str(caught.value)
-    assert [p.name for p in another.parent.iterdir()] == ["hf"]
-    # transformers 5 does not tie them with this config; the suggested fix gives the same model here.
-    model = AutoModelForCausalLM.from_pretrained(another)
-    assert torch.equal(model.lm_head.weight, tiny.weights(another)[HEAD])
-    assert torch.equal(model.model.embed_tokens.weight, tiny.weights(another)[EMBEDDING])
-    expected = conversion.logits(another, read_shape(another))
-    set_tied(another, tied=False)
-    to_megatron(another, another.parent / "megatron", 1, 1)
-    logits = conversion.logits(another.parent / "megatron", read_shape(another))
+    assert [p.name for p in directory.parent.iterdir()] == ["hf"]
+    # transformers 5 does not tie the head with this config. After the suggested fix, this package has the same model.
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(model.lm_head.weight, tiny.weights(directory)[HEAD])
+    assert torch.equal(model.model.embed_tokens.weight, tiny.weights(directory)[EMBEDDING])
+    expected = conversion.logits(directory, read_shape(directory))
+    set_tied(directory, tied=False)
+    to_megatron(directory, megatron, tensor=1, pipeline=1)
+    logits = conversion.logits(megatron, read_shape(directory))
     assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
@@ -75,22 +76,22 @@ def test_an_equal_head_is_accepted(tmp_path, processes, narrow):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.lm_head.weight is model.model.embed_tokens.weight  # transformers ties them as well
     assert torch.equal(load(tmp_path / "hf", processes).head_weight()[: tiny.VOCAB], embedding.float())
-    to_megatron(tmp_path / "hf", tmp_path / "megatron", 1, 1)
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", tensor=1, pipeline=1)
     conversion.verify(tmp_path / "hf", tmp_path / "megatron", read_shape(tmp_path / "hf"))
     to_hf(tmp_path / "megatron", tmp_path / "back")
     assert HEAD not in tiny.weights(tmp_path / "back")
 
 
-def test_a_head_of_another_shape_is_named(another, processes):
-    store(another, tiny.weights(another)[EMBEDDING], torch.zeros(7, 48))
+def test_a_head_of_another_shape_is_named(directory, processes):
+    store(directory, tiny.weights(directory)[EMBEDDING], torch.zeros(7, 48))
     with pytest.raises(UserError, match=r"lm_head\.weight has shape \[7, 48\], config\.json implies \[103, 48\]"):
-        load(another, processes)
+        load(directory, processes)
 
 
-def test_a_critic_ignores_the_head_of_an_untied_model(another, processes):
-    set_tied(another, tied=False)
-    shape = read_shape(another)
-    built = build_critic(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
-    own = ["output_layer.weight"]
-    hugging_face.load(built, critic_body(shape), another, own)
-    assert torch.equal(built.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])
+def test_a_critic_ignores_the_head_of_an_untied_model(directory, processes):
+    set_tied(directory, tied=False)
+    shape = read_shape(directory)
+    critic = build_critic(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
+    critic_head = ["output_layer.weight"]
+    hugging_face.load(critic, critic_body(shape), directory, critic_head)
+    assert torch.equal(critic.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(directory)[EMBEDDING])

@@ -26,7 +26,7 @@ def test_streams_are_distinct_and_uniform():
     draws = torch.stack([uniforms(keys, sibling, torch.full_like(sibling, p)) for p in range(8)], dim=1)
     assert len({tuple(row) for row in draws.tolist()}) == 10_000
     assert len(set(draws.flatten().tolist())) == 80_000
-    counts = torch.histc(draws.float(), 20, 0, 1)
+    counts = torch.histc(draws.float(), bins=20, min=0, max=1)
     assert ((counts - 4000).square() / 4000).sum() < 43.8  # 99.9% quantile of chi-square with 19 degrees
     # First positions of neighbouring streams, positions of a stream, and prompts, within four to five standard errors.
     assert abs(np.corrcoef(draws[:-1, 0], draws[1:, 0])[0, 1]) < 0.04

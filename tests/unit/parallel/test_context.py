@@ -12,12 +12,12 @@ from megatron_brorl.parallel.packing import Packed, own_tokens, pack, segment_le
 
 
 def batch(size: int, count: int = 20) -> tuple[list[torch.Tensor], list[torch.Tensor], Packed]:
-    g = torch.Generator().manual_seed(size)
+    rng = torch.Generator().manual_seed(size)
     prompts, responses = (
-        [torch.randint(1, 50, (n,), generator=g) for n in torch.randint(1, 12, (count,), generator=g).tolist()]
+        [torch.randint(1, 50, (n,), generator=rng) for n in torch.randint(1, 12, (count,), generator=rng).tolist()]
         for _ in range(2)
     )
-    (packed,) = pack(prompts, responses, 10_000, 4 * size, segments_of=2 * size)
+    (packed,) = pack(prompts, responses, max_tokens=10_000, multiple_of=4 * size, segments_of=2 * size)
     return prompts, responses, packed
 
 
@@ -30,18 +30,19 @@ def expected_owner(position: int, length: int, size: int) -> int:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_rank_has_one_chunk_of_either_half(size):
     _, _, packed = batch(size)
-    places = [(p, n) for n in segment_lengths(packed.groups) for p in range(n)]
-    assert len(places) == len(packed.input_ids)
+    positions = [(position, length) for length in segment_lengths(packed.groups) for position in range(length)]
+    assert len(positions) == len(packed.input_ids)
     for rank in range(size):
         tokens = own_tokens(packed.groups, rank, size).tolist()
-        assert tokens == [i for i, (p, n) in enumerate(places) if expected_owner(p, n, size) == rank]
+        assert tokens == [i for i, place in enumerate(positions) if expected_owner(*place, size) == rank]
         assert len(tokens) == len(packed.input_ids) // size
 
 
 def test_a_rank_without_predictions_takes_part():
     """A rank takes part in collectives even if it predicts no token of a stream."""
-    (short,) = pack([torch.tensor([1])], [torch.tensor([2])], 100, 8, segments_of=8)
-    (nothing,) = pack([], [], 100, 8, segments_of=8)
+    options = {"max_tokens": 100, "multiple_of": 8, "segments_of": 8}
+    (short,) = pack([torch.tensor([1])], [torch.tensor([2])], **options)
+    (nothing,) = pack([], [], **options)
     assert [len(split_for_rank(short, rank, 4).predict) for rank in range(4)] == [1, 0, 0, 0]
     for packed in (short, nothing):
         assert [len(split_for_rank(packed, rank, 4).input_ids) for rank in range(4)] == [2, 2, 2, 2]

@@ -18,18 +18,18 @@ TIMEOUT = timedelta(seconds=77)
 
 @pytest.fixture
 def build_grid(monkeypatch):
-    """Builds the grid of rank 0 among `size` GPUs, and returns (ranks, backend, timeout) of each of its groups."""
+    """Build the grid of rank 0 among `size` GPUs, and return (ranks, backend, timeout) of each of its groups."""
     cpu_bridge.prepare()
     if dist.is_initialized():
         grids.leave()  # the grid of another test file
-    own = dist.new_group
+    original = dist.new_group
     groups = []
 
     def new_group(ranks=None, timeout=None, backend=None, **_):
         ranks = list(range(dist.get_world_size())) if ranks is None else ranks
         if 0 in ranks:
             groups.append((ranks, backend, timeout))
-        return own(ranks, timeout=timeout) if 0 in ranks else dist.GroupMember.NON_GROUP_MEMBER
+        return original(ranks, timeout=timeout) if 0 in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     def build(size, **parallel):
         monkeypatch.setenv("WORLD_SIZE", str(size))
@@ -54,7 +54,7 @@ def build_grid(monkeypatch):
     ],
 )
 def test_groups_on_gpus(build_grid, size, parallel, sockets):
-    """Only the default group and the one for barriers have gloo: a socket per peer, and one that listens."""
+    """Only the default group and the group for barriers use gloo. Each has a socket per peer and a listening socket."""
     groups = build_grid(size, **parallel)
     gloo = [(ranks, timeout) for ranks, backend, timeout in groups if backend != "nccl"]
     assert gloo == [(list(range(size)), TIMEOUT + timedelta(seconds=1800))]

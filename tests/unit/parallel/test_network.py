@@ -20,7 +20,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 
 
 def elsewhere() -> tuple[str, str]:
-    """An interface with an address other than loopback, and the address."""
+    """Return an interface with an address other than loopback, and the address."""
     for name, addresses in psutil.net_if_addrs().items():
         for a in addresses:
             if a.family == socket.AF_INET and not a.address.startswith("127."):
@@ -35,7 +35,7 @@ def listening() -> set[str]:
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets the given variables and removes the others, in a process that has no store yet."""
+    """Return a function that sets the given variables and removes the others, in a process without a store."""
     monkeypatch.setattr(network, "_stores", {})
 
     def set_(**values: str) -> None:
@@ -49,9 +49,9 @@ def environment(monkeypatch):
 
 
 def free_port(address: str = "127.0.0.1") -> str:
-    with socket.socket() as s:
-        s.bind((address, 0))
-        return str(s.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        return str(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("launcher", ["by hand", "rank.sh", "none"])
@@ -94,11 +94,11 @@ def test_rank_0_listens_on_its_address_if_there_are_several_machines(environment
 def test_a_name_that_is_loopback_here_needs_an_interface(environment):
     """On Debian, /etc/hosts maps a machine's own name to 127.0.1.1."""
     name, address = elsewhere()
-    there = {"RANK": "0", "MASTER_ADDR": "127.0.1.1", "MASTER_PORT": free_port(address), "LOCAL_WORLD_SIZE": "0"}
-    environment(**there)
+    variables = {"RANK": "0", "MASTER_ADDR": "127.0.1.1", "MASTER_PORT": free_port(address), "LOCAL_WORLD_SIZE": "0"}
+    environment(**variables)
     with pytest.raises(UserError, match=r"MASTER_ADDR = 127\.0\.1\.1 is 127\.0\.\d\.1 on this machine.*GLOO_SOCKET"):
         network.store(1, timedelta(seconds=20))
-    environment(**there, GLOO_SOCKET_IFNAME=name)
+    environment(**variables, GLOO_SOCKET_IFNAME=name)
     before = listening()
     store = network.store(1, timedelta(seconds=20))
     store.set("key", "value")
@@ -129,7 +129,7 @@ def test_a_port_in_use_ends_in_one_line(environment):
 
 
 def test_each_call_has_keys_of_its_own(environment):
-    """The store is the same, also with another timeout, and if torchrun's agent restarts the process."""
+    """All calls share torchrun's store, with any timeout, and also in a process that its agent has restarted."""
     port = free_port()
     agent = dist.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
     common = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -36,11 +36,11 @@ def make_run(
 ) -> Path:
     """Write a run.
 
-    rates: shares of right answers at the first and the last evaluation; those of steps lie between. rewards: the mean
-    rewards of these evaluations, where they are not the rates. rights: right samples of the prompts at the first and at
+    rates: shares of right answers at the first and the last evaluation. Steps have shares between these. rewards: mean
+    rewards of these evaluations if they differ from the rates. rights: right samples of each prompt at the first and at
     later evaluations, instead of the rates.
 
-    ended: with a summary. recorded: with rollouts. record: with run.json.
+    ended: write summary.json. recorded: record rollouts. record: write run.json.
     """
     random = np.random.default_rng(3)
     last = max([*evaluations, steps, 1])
@@ -56,32 +56,28 @@ def make_run(
         if recorded:
             names = [f"held/{i} & <b>" for i in range(prompts)]
             mean = rewards and rewards[0] + (rewards[1] - rewards[0]) * number / last
-            _write(folder, LogEntry("evaluation", number), names, right, samples, samples, mean=mean)
+            _write(folder, LogEntry("evaluation", number), names, right, n=samples, mean=mean)
     with closing(MetricsWriter(folder)) as writer:
         for step in range(steps):
             right = random.binomial(n, rate(step), 6)
             names = [f"train/{(step + i) % 8}" for i in range(6)]
             if recorded:
-                _write(folder, LogEntry("step", step), names, right, n, 8, first=2)
+                _write(folder, LogEntry("step", step), names, right, n=n, recorded_siblings=8, first=2)
             writer.write(step, _metrics(step, right, n, shares.get(step + 1)), _seconds(step))
 
     if ended:
         (folder / "summary.json").write_text(json.dumps(_summary(shares, prompts, steps, n)))
     if record:
         config = {"run": {"seed": 7}, "rollout": {"n": n}, "train": {"steps": steps}}
-        start = {
-            "time": "2026-11-23T02:00:00+0000",
-            "step": 0,
-            "ranks": 2,
-            "command": "brorl train --processes 2 run.toml",
-        }
+        command = "brorl train --processes 2 run.toml"
+        start = {"time": "2026-11-23T02:00:00+0000", "step": 0, "ranks": 2, "command": command}
         start |= {"machine": {"system": "Linux", "cores": 2, "device": "no GPU"}, "versions": {"torch": "2.13.0"}}
         (folder / "run.json").write_text(json.dumps({"config": config, "starts": [start]}))
     return folder
 
 
-def rollout(group: int, prompt: str, sibling: int, answer: str | None, right: bool, **own: Any) -> dict[str, Any]:
-    """Return a row of schema.ROLLOUTS; own: columns that differ."""
+def rollout(group: int, prompt: str, sibling: int, answer: str | None, right: bool, **changes: Any) -> dict[str, Any]:
+    """Return a row of schema.ROLLOUTS. changes: columns that differ."""
     return {
         "group": group,
         "prompt_id": prompt,
@@ -102,12 +98,12 @@ def rollout(group: int, prompt: str, sibling: int, answer: str | None, right: bo
         "sampled": None,
         "turns": None,
         "log_probs": [-1.5, -0.25, 0.0],
-        **own,
+        **changes,
     }
 
 
-def group(number: int, rollouts: list[dict[str, Any]], recorded: int, **own: Any) -> dict[str, Any]:
-    """Return the row of schema.GROUPS of these rollouts, of which some are recorded; own: columns that differ."""
+def group(number: int, rollouts: list[dict[str, Any]], recorded: int, **changes: Any) -> dict[str, Any]:
+    """Return a row of schema.GROUPS. recorded: number of recorded rollouts. changes: columns that differ."""
     right = sum(r["right"] for r in rollouts)
     n = len(rollouts)
     prompt = rollouts[0]["prompt_id"]
@@ -125,7 +121,7 @@ def group(number: int, rollouts: list[dict[str, Any]], recorded: int, **own: Any
         "recorded": recorded,
         "prompt": f"what is\n{prompt}?" if recorded else None,
         "reference": "7" if recorded else None,
-        **own,
+        **changes,
     }
 
 
@@ -135,20 +131,20 @@ def _write(
     names: list[str],
     rights: Any,
     n: int,
-    whole: int,
+    recorded_siblings: int | None = None,
     first: int | None = None,
     mean: float | None = None,
 ) -> None:
-    """Write a moment. first: number of groups with recorded rollouts, None: all. mean: mean reward of the groups."""
+    """Write a moment. The `first` groups record rollouts, `recorded_siblings` each; None: all. mean: mean reward."""
     groups = []
     rollouts = []
     for g, (name, right) in enumerate(zip(names, rights.tolist(), strict=True)):
-        own = [_rollout(g, name, i, 5 * i % n < right, moment) for i in range(n)]
-        recorded = whole if first is None or g < first else 0
-        rollouts += own[:recorded]
+        siblings = [_rollout(g, name, i, 5 * i % n < right, moment) for i in range(n)]  # right siblings are spread
+        recorded = len(siblings[:recorded_siblings]) if first is None or g < first else 0
+        rollouts += siblings[:recorded]
         reward = right / n if mean is None else mean + 0.1 * (-1) ** g
         trained = moment.kind == "step" and 0 < right < n
-        groups.append(group(g, own, recorded, task=TASKS[g % 2], reward=reward, trained=trained))
+        groups.append(group(g, siblings, recorded, task=TASKS[g % 2], reward=reward, trained=trained))
     rollout_log.write_groups(folder / "rollouts", moment, pa.Table.from_pylist(groups, GROUPS))
     rollout_log.write_rollouts(folder / "rollouts", moment, 0, pa.Table.from_pylist(rollouts, ROLLOUTS))
 
@@ -193,22 +189,17 @@ def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[st
 
 
 def _seconds(step: int) -> dict[str, float]:
-    return {
-        "generate": 2.0,
-        "score": 0.25,
-        "exchange": 0.25,
-        "train": 1.0 + step,
-        "weight_sync": 0.5,
-        "step": 5.0 + step,
-    }
+    seconds = {"generate": 2.0, "score": 0.25, "exchange": 0.25, "train": 1.0 + step, "weight_sync": 0.5}
+    return {**seconds, "step": 5.0 + step}
 
 
 def _summary(shares: dict[int, float], prompts: int, steps: int, n: int) -> dict[str, Any]:
     def evaluation(number: int) -> dict[str, Any] | None:
         if number not in shares:
             return None
-        p = {"mean": shares[number], "low": 0.0, "high": 1.0}
-        return {"pass_at_1": p, "mean_reward": p, "pass_at_k": {"1": shares[number]}, "by_task": {}, "prompts": prompts}
+        mean = {"mean": shares[number], "low": 0.0, "high": 1.0}
+        pass_at_k = {"1": shares[number]}
+        return {"pass_at_1": mean, "mean_reward": mean, "pass_at_k": pass_at_k, "by_task": {}, "prompts": prompts}
 
     both = {"before": evaluation(0), "after": evaluation(max(shares, default=-1)) if len(shares) > 1 else None}
     means = {f"{name}_{when}": e and e[name] for when, e in both.items() for name in ("pass_at_1", "mean_reward")}

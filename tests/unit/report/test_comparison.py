@@ -45,7 +45,7 @@ def test_comparison_against_values_by_hand(tmp_path):
     assert "| code | 2 | 50.00% | 75.00% | +25.00%" in text
     assert "| all prompts | 5 | 35.00% | 45.00% | +10.00%" in text
     assert "mean difference +0.1000" in text
-    # 4 samples: pass@4 is the share of prompts with a right one. math/b lost its two, math/c gained one.
+    # 4 samples: pass@4 is the share of prompts with a right one. math/b lost its right samples, math/c gained one.
     assert [everything[side]["pass_at_k"]["4"] for side in ("before", "after")] == [4 / 5, 4 / 5]
     assert (everything["lost"], everything["gained"]) == (1, 1)
     assert "A pass@4 | B pass@4" in text
@@ -63,9 +63,9 @@ def test_mean_rewards_other_than_pass_at_1_by_hand(tmp_path):
     The three draws of a bootstrap sample all equal -4 with probability 1/27, above 2.5%. So the interval ends there.
     """
     before, after = answers(0), answers(0)
-    for i, (key, d) in enumerate(zip(before, (-4, 2, 8, 2, 2), strict=True)):
+    for i, (key, difference) in enumerate(zip(before, (-4, 2, 8, 2, 2), strict=True)):
         before[key]["reward"] = -10.0 * i
-        after[key]["reward"] = d - 10.0 * i
+        after[key]["reward"] = difference - 10.0 * i
     files = [read_answers(write(tmp_path / name, rows)) for name, rows in (("a", before), ("b", after))]
     result = compare(*files, "A/", "B/")
     text = comparison.markdown(result)
@@ -74,7 +74,7 @@ def test_mean_rewards_other_than_pass_at_1_by_hand(tmp_path):
     assert "| -35 | -33 | +2 (+2 to +2) |" in text
     # The exact bootstrap over all prompts: the sums of all 5^5 samples, in order.
     sums = sorted(sum(draw) for draw in itertools.product((-4, 2, 8, 2, 2), repeat=5))
-    low, high = sums[int(0.025 * 3124)] / 5, sums[int(0.975 * 3124)] / 5
+    low, high = (sums[int(quantile * (5**5 - 1))] / 5 for quantile in (0.025, 0.975))
     assert f"mean reward went from -20 to -18, +2 (95% interval {low:g} to +{high:g})." in text
     (reward,) = comparison.comparison_figure(result).axes[3:]
     assert [line.get_ydata()[0] for line in reward.lines if line.get_marker() == "o"] == [-35, -33, -10, -8, -20, -18]
@@ -94,7 +94,7 @@ def test_evaluations_of_different_prompts_are_refused():
         compare(answers(0), after, "one/", "two/")
 
 
-def part(mean, passes, tokens):
+def parts(mean, passes, tokens):
     return {
         "pass_at_1": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
         "mean_reward": {"mean": mean + 0.05, "low": mean, "high": mean + 0.1},
@@ -108,16 +108,16 @@ def part(mean, passes, tokens):
 
 def test_table_and_figure_of_an_evaluation():
     result = {
-        **part(0.4, {"1": 0.4, "8": 0.7}, 20.0),
+        **parts(0.4, {"1": 0.4, "8": 0.7}, 20.0),
         "by_task": {"gcd": {"mean": 0.25, "low": 0.125, "high": 0.5}},
-        "mean_of_benchmarks": part(0.45, {}, 0.0),
-        "benchmarks": {"aime": part(0.3, {"1": 0.3, "8": 0.6}, 30.0), "amc": part(0.6, {"1": 0.6, "8": 0.9}, 11.0)},
+        "mean_of_benchmarks": parts(0.45, {}, 0.0),
+        "benchmarks": {"aime": parts(0.3, {"1": 0.3, "8": 0.6}, 30.0), "amc": parts(0.6, {"1": 0.6, "8": 0.9}, 11.0)},
     }
     text = comparison.evaluation_markdown(result)
-    rest = "30.00% (20.00% to 40.00%) | 0.35 (0.3 to 0.4) | 60.00% | 30.0 |"
-    assert f"| aime | exact, math | 7 | 8 | {rest}" in text
-    rest = "45.00% (35.00% to 55.00%) | 0.5 (0.45 to 0.55) | 75.00% | 20.5 |"
-    assert f"| mean of benchmarks |  | 7 | 8 | {rest}" in text
+    cells = "30.00% (20.00% to 40.00%) | 0.35 (0.3 to 0.4) | 60.00% | 30.0 |"
+    assert f"| aime | exact, math | 7 | 8 | {cells}" in text
+    cells = "45.00% (35.00% to 55.00%) | 0.5 (0.45 to 0.55) | 75.00% | 20.5 |"
+    assert f"| mean of benchmarks |  | 7 | 8 | {cells}" in text
     assert "| gcd | 25.00% (12.50% to 50.00%) |" in text
     figure = comparison.evaluation_figure(result)
     assert [bar.get_height() for bar in figure.axes[0].patches] == [0.3, 0.6]

@@ -85,28 +85,29 @@ def test_pass_at_k_and_solved_and_lost_prompts(folder, run):
     before, after = (groups(folder, f"evaluation_00000{n}") for n in (0, 4))
     change = run["change"]
     assert (change["from"], change["to"], change["prompts"], change["samples"]) == (0, 4, 40, 4)
-    assert [p["k"] for p in change["passes"]] == [1, 2, 4]
-    for p in change["passes"]:
-        means = [sum(pass_at_k(4, g["right"], p["k"]) for g in side) / 40 for side in (before, after)]
-        assert [p["before"], p["after"]] == pytest.approx(means)
-        assert p["difference"]["mean"] == pytest.approx(means[1] - means[0])
-        assert p["difference"]["low"] < p["difference"]["mean"] < p["difference"]["high"]
+    assert [entry["k"] for entry in change["passes"]] == [1, 2, 4]
+    for entry in change["passes"]:
+        means = [sum(pass_at_k(4, g["right"], entry["k"]) for g in side) / 40 for side in (before, after)]
+        assert [entry["before"], entry["after"]] == pytest.approx(means)
+        assert entry["difference"]["mean"] == pytest.approx(means[1] - means[0])
+        assert entry["difference"]["low"] < entry["difference"]["mean"] < entry["difference"]["high"]
     pairs = list(zip(before, after, strict=True))
     solved = {b["prompt_id"]: b["right"] for a, b in pairs if not a["right"] and b["right"]}
     lost = {a["prompt_id"]: a["right"] for a, b in pairs if a["right"] and not b["right"]}
     assert solved
-    assert {p["id"]: p["right"] for p in change["solved"]} == solved
-    assert {p["id"]: p["right"] for p in change["lost"]} == lost
-    assert [p["right"] for p in change["solved"]] == sorted(solved.values(), reverse=True)
+    assert {entry["id"]: entry["right"] for entry in change["solved"]} == solved
+    assert {entry["id"]: entry["right"] for entry in change["lost"]} == lost
+    assert [entry["right"] for entry in change["solved"]] == sorted(solved.values(), reverse=True)
 
 
 def test_pass_at_1_of_each_task_is_compared(folder, run):
     sides = [groups(folder, f"evaluation_00000{n}") for n in (0, 4)]
     tasks = run["change"]["tasks"]
-    assert [(t["task"], t["prompts"]) for t in tasks] == [(name, 20) for name in TASKS]
-    for t in tasks:
-        before, after = (sum(g["right"] for g in side if g["task"] == t["task"]) / 80 for side in sides)
-        assert [t["before"], t["after"], t["difference"]["mean"]] == pytest.approx([before, after, after - before])
+    assert [(entry["task"], entry["prompts"]) for entry in tasks] == [(name, 20) for name in TASKS]
+    for entry in tasks:
+        before, after = (sum(g["right"] for g in side if g["task"] == entry["task"]) / 80 for side in sides)
+        assert [entry["before"], entry["after"]] == pytest.approx([before, after])
+        assert entry["difference"]["mean"] == pytest.approx(after - before)
 
 
 def test_intervals_match_the_evaluation_of_the_run(folder):
@@ -126,17 +127,17 @@ def test_intervals_match_the_evaluation_of_the_run(folder):
 
 def test_tasks_and_spread(folder, run):
     steps = [groups(folder, f"step_00000{n}") for n in range(4)]
-    for place, name in enumerate(TASKS):
-        own = [[g["right"] / 32 for g in rows if g["task"] == name] for rows in steps]
-        assert run["by_task"]["tasks"][TASKS[place]] == pytest.approx([sum(v) / len(v) for v in own])
+    for index, name in enumerate(TASKS):
+        shares = [[g["right"] / 32 for g in rows if g["task"] == name] for rows in steps]
+        assert run["by_task"]["tasks"][TASKS[index]] == pytest.approx([sum(v) / len(v) for v in shares])
     assert run["by_task"]["step"] == [1, 2, 3, 4]
     assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])
 
     # Four samples of held-out prompts are counted one by one, 32 of training prompts in tenths.
-    held = run["spread"]["evaluation"]
-    assert held["numbers"] == [0, 4]
-    assert (held["of"], held["bins"]) == (4, ["0", "1", "2", "3", "4"])
-    for number, counts in zip(held["numbers"], held["counts"], strict=True):
+    held_out = run["spread"]["evaluation"]
+    assert held_out["numbers"] == [0, 4]
+    assert (held_out["of"], held_out["bins"]) == (4, ["0", "1", "2", "3", "4"])
+    for number, counts in zip(held_out["numbers"], held_out["counts"], strict=True):
         rights = [g["right"] for g in groups(folder, f"evaluation_00000{number}")]
         assert counts == [rights.count(i) for i in range(5)]
     trained = run["spread"]["step"]
@@ -206,11 +207,8 @@ def test_the_list_of_prompts_shows_what_differs(tmp_path, template, shared):
     texts = [template.format(prompt=f"{shared}{i}+5") for i in range(3)]
     pq.write_table(table.set_column(table.column_names.index("prompt"), "prompt", [texts]), path)
     embedded = embed(read_run(folder), set(), 1_000_000)
-    assert [g["excerpt"] for g in opened([embedded["chunks"][embedded["moments"][0]["list"]]])[0]] == [
-        "0+5=",
-        "1+5=",
-        "2+5=",
-    ]
+    (listed,) = opened([embedded["chunks"][embedded["moments"][0]["list"]]])
+    assert [g["excerpt"] for g in listed] == ["0+5=", "1+5=", "2+5="]
 
 
 def test_several_runs_are_paired_by_prompt(tmp_path):
@@ -233,17 +231,17 @@ def test_the_page_contains_the_recorded_rollouts(folder):
     chunks = opened(embedded["chunks"])
     assert (embedded["moments"][0]["kind"], embedded["moments"][0]["number"]) == ("evaluation", 4)
     assert embedded["held"] == embedded["recorded"]
-    for place, m in enumerate(embedded["moments"]):
-        name = f"{m['kind']}_{m['number'] - (m['kind'] == 'step'):06d}"
+    for index, moment in enumerate(embedded["moments"]):
+        name = f"{moment['kind']}_{moment['number'] - (moment['kind'] == 'step'):06d}"
         recorded = pq.read_table(folder / "rollouts" / f"{name}.rollouts.00000.parquet").to_pylist()
-        assert [g["right"] for g in chunks[m["list"]]] == [g["right"] for g in groups(folder, name)]
+        assert [g["right"] for g in chunks[moment["list"]]] == [g["right"] for g in groups(folder, name)]
         for g in groups(folder, name):
-            own = [r for r in recorded if r["group"] == g["group"]]
-            assert (f"{place}/{g['group']}" in embedded["where"]) == bool(own)
-            if own:
-                shown = chunks[embedded["where"][f"{place}/{g['group']}"]]["rollouts"]
-                assert [(r["text"], r["turns"]) for r in shown] == [(r["text"], r["turns"]) for r in own]
-                advantages = [a and pytest.approx(a, rel=1e-3) for a in (r["advantage"] for r in own)]
+            expected = [r for r in recorded if r["group"] == g["group"]]
+            assert (f"{index}/{g['group']}" in embedded["where"]) == bool(expected)
+            if expected:
+                shown = chunks[embedded["where"][f"{index}/{g['group']}"]]["rollouts"]
+                assert [(r["text"], r["turns"]) for r in shown] == [(r["text"], r["turns"]) for r in expected]
+                advantages = [a and pytest.approx(a, rel=1e-3) for a in (r["advantage"] for r in expected)]
                 assert [r["advantage"] for r in shown] == advantages
 
 
@@ -253,13 +251,13 @@ def test_rollouts_fit_into_the_size_limit(folder, room):
     run = read_run(folder)
     solved = {p["id"] for p in content([folder])[0]["runs"][0]["change"]["solved"]}
     embedded = embed(run, solved, room)
-    texts = [json.dumps(embedded[part], separators=(",", ":")) for part in ("chunks", "where", "moments")]
-    assert sum(map(len, texts)) <= room + 6  # with their brackets
+    texts = [json.dumps(embedded[name], separators=(",", ":")) for name in ("chunks", "where", "moments")]
+    assert sum(map(len, texts)) <= room + 6  # + 6: their brackets
     assert embedded["held"]["rollouts"] <= embedded["recorded"]["rollouts"]
     if embedded["where"]:
         lists = opened([embedded["chunks"][m["list"]] for m in embedded["moments"]])
-        at = next(iter(embedded["where"])).split("/")
-        assert lists[int(at[0])][int(at[1])]["prompt_id"] in solved
+        first_group = next(iter(embedded["where"])).split("/")
+        assert lists[int(first_group[0])][int(first_group[1])]["prompt_id"] in solved
 
 
 def test_right_and_wrong_rollouts_are_selected():
@@ -282,9 +280,14 @@ ROWS = [
 ]
 
 
+def recorded_run(rows: list[dict]) -> RecordedRun:
+    return RecordedRun(Path("x"), rows, summary={}, config={}, starts=[], moments=[])
+
+
 def spent(*evaluated: tuple[int, float]) -> list[dict]:
-    passes = [RecordedEvaluation(steps, {}, {1: {"mean": mean}}, {}) for steps, mean in evaluated]
-    return checkpoints(RecordedRun(Path("x"), ROWS, {}, {}, [], []), passes)
+    """Return seconds and rollouts until evaluations, which are given as (steps, pass@1)."""
+    passes = [RecordedEvaluation(steps, {}, passes={1: {"mean": mean}}, tasks={}) for steps, mean in evaluated]
+    return checkpoints(recorded_run(ROWS), passes)
 
 
 def test_seconds_and_rollouts_before_each_evaluation():
@@ -293,20 +296,20 @@ def test_seconds_and_rollouts_before_each_evaluation():
 
 
 def test_time_to_a_target():
-    places, heights = [0.0, 10.0, 20.0, 40.0], [0.1, 0.3, 0.2, 0.6]
+    seconds, values = [0.0, 10.0, 20.0, 40.0], [0.1, 0.3, 0.2, 0.6]
     targets = {0.05: 0.0, 0.2: 5.0, 0.3: 10.0, 0.4: 30.0, 0.6: 40.0}
-    assert [first_reached(places, heights, t) for t in targets] == pytest.approx([*targets.values()])
-    assert first_reached(places, heights, 0.61) is None
+    assert [first_reached(seconds, values, target) for target in targets] == pytest.approx([*targets.values()])
+    assert first_reached(seconds, values, 0.61) is None
     # The first run goes from 0.2 to 0.4 in 9 s, the second in 12 s to 0.3, the third has no evaluation.
     times = times_to_target([spent((0, 0.2), (2, 0.4)), spent((0, 0.2), (3, 0.3)), []])
-    assert [to and to["target"] for to in times] == [0.4, 0.3, None]
+    assert [entry and entry["target"] for entry in times] == [0.4, 0.3, None]
     assert times[0]["runs"] == [{"seconds": 9.0, "rollouts": 256.0}, None, None]
     half = {"seconds": pytest.approx(4.5), "rollouts": pytest.approx(128)}
     assert times[1]["runs"] == [half, {"seconds": 12.0, "rollouts": 320.0}, None]
 
 
 def test_generation_speed():
-    speed = generation(RecordedRun(Path("x"), ROWS, {}, {}, [], []))
+    speed = generation(recorded_run(ROWS))
     assert speed == {
         "rollouts_per_s": 320 / 8,
         "tokens_per_s": (1280 + 2560 + 640) / 8,
@@ -315,4 +318,4 @@ def test_generation_speed():
         "kept_per_s": 64 / 12,
         "prompt_hits": pytest.approx(0.75 * 128 / 192),
     }
-    assert generation(RecordedRun(Path("x"), [], {}, {}, [], [])) is None
+    assert generation(recorded_run([])) is None

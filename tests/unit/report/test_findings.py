@@ -34,9 +34,9 @@ def test_a_run_that_learns_has_no_findings():
 
 @pytest.mark.parametrize(("share", "right", "std"), [(1, 0, 2), (0.9, 0, 2), (1, 0.1, 2), (1, 0, 0)])
 def test_different_rewards_that_never_reach_correct_at_are_a_finding(share, right, std):
-    ends = {"pass_at_1": {"mean": right}, "by_task": {}}
+    evaluated = {"pass_at_1": {"mean": right}, "by_task": {}}
     row = {"kept_share": 1.0, "all_wrong_share": share, "reward": -7.25, "reward_std": std}
-    sentence = findings_of([row], before=ends, after=ends).get("never correct", "")
+    sentence = findings_of([row], before=evaluated, after=evaluated).get("never correct", "")
     assert ("reward.correct_at = 1 (mean -7.25)" in sentence) == ((share, right, std) == (1, 0, 2))
 
 
@@ -105,6 +105,6 @@ def test_a_task_without_a_right_response_is_named():
 @pytest.mark.parametrize(("errors", "name"), [(25, "raised"), (13, "none right")])
 def test_most_responses_raised(errors, name):
     row = {"kept_share": 0.0, "reward_std": 0.0, "all_right_share": 0.0, "rollouts": 26, "verifier_errors": errors}
-    sentences = findings(Config(), [row], None, None, False, raised="Maze.step: (w.py, 3)")
+    sentences = findings(Config(), [row], before=None, after=None, weights_differ=False, raised="Maze.step: (w.py, 3)")
     assert {"raised", "none right"} & sentences.keys() == {name}
     assert ("(w.py, 3)" in sentences[name]) == (name == "raised")

@@ -27,9 +27,9 @@ def opened(folder, runs):
     file.write_text(page(runs))
     command = [PROGRAM, *OPTIONS, f"--user-data-dir={folder / 'profile'}", "--window-size=1440,15000"]
     command += ["--virtual-time-budget=20000", f"--screenshot={folder / 'page.png'}", "--dump-dom", f"file://{file}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "CONSOLE" not in done.stderr
-    body = done.stdout.partition("<body>")[2].partition("<script")[0]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "CONSOLE" not in process.stderr
+    body = process.stdout.partition("<body>")[2].partition("<script")[0]
     assert body.count("<canvas") == body.count('class="plot')
     return body
 
@@ -41,11 +41,11 @@ def test_every_chart_is_drawn_and_model_text_stays_text(tmp_path):
     recorded = pq.read_table(folder / "rollouts" / "evaluation_000004.rollouts.00000.parquet").to_pylist()
     prompt = html.unescape(re.search(r'aria-selected="true".*?class="id">([^<]*)<', body)[1])
     shown = [r for r in recorded if r["prompt_id"] == prompt]
-    own = [text for r in shown for text in ([turn["text"] for turn in r["turns"] or ()] or [r["text"]])]
-    assert HOSTILE in own[0]
+    expected = [text for r in shown for text in ([turn["text"] for turn in r["turns"] or ()] or [r["text"]])]
+    assert HOSTILE in expected[0]
     cards = "".join(re.findall(r'class="card .*?</article>', body, re.S))
     texts = re.findall(r'<pre class="text[^>]*>([^<]*)</pre>', cards)
-    assert [html.unescape(text) for text in texts] == [text.replace("\u202e", "\ufffd") for text in own]
+    assert [html.unescape(text) for text in texts] == [text.replace("\u202e", "\ufffd") for text in expected]
     assert "<img" not in body
 
 
@@ -68,7 +68,7 @@ def test_one_value_is_rounded_in_one_way(tmp_path):
     ],
 )
 def test_missing_records_leave_no_empty_section(tmp_path, options, charts, text):
-    body = opened(tmp_path, [make_run(tmp_path / f"run{i}", **own) for i, own in enumerate(options)])
+    body = opened(tmp_path, [make_run(tmp_path / f"run{i}", **changes) for i, changes in enumerate(options)])
     assert body.count("<canvas") >= charts
     assert not re.search(r"</h2></section>", body)
     assert text in body

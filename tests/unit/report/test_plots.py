@@ -45,7 +45,7 @@ def make_rows(count: int) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> Figure:
-    run = RecordedRun(Path("x"), rows, summary or {}, {}, [], [])
+    run = RecordedRun(Path("x"), rows, summary or {}, config={}, starts=[], moments=[])
     return curves_figure(rows, run.summary, evaluations(run))
 
 
@@ -61,12 +61,8 @@ def texts_of(axes: Axes) -> list[str]:
 def test_curves_show_the_metrics() -> None:
     rows = make_rows(100)
     figure = draw(rows)
-    for panel, key in (
-        (REWARD, "reward"),
-        (LENGTH, "response_tokens"),
-        (KEPT, "kept_share"),
-        (HEALTH, "logprob_gap_max"),
-    ):
+    metrics = {REWARD: "reward", LENGTH: "response_tokens", KEPT: "kept_share", HEALTH: "logprob_gap_max"}
+    for panel, key in metrics.items():
         axes = figure.axes[panel]
         assert line_of(axes) == ([row["step"] + 1 for row in rows], [row[key] for row in rows])
         assert (axes.get_yscale() == "log") == (panel == HEALTH)

@@ -23,14 +23,17 @@ def group_rows(group: int, prompt: str, answers: list[str | None]) -> list[dict[
     rows = []
     for i, answer in enumerate(answers):
         right = bool(answer) and answer.endswith("*")
-        own = answer.rstrip("*") if answer else None
-        text = f"so [b]it[/b] is {own}\x1b[31m" if own else "I do not KNOW\nthat"
-        more = {"text": text, "finish": "stop" if own else "length", "advantage": 0.25 if right else None}
+        shown = answer.rstrip("*") if answer else None
+        text = f"so [b]it[/b] is {shown}\x1b[31m" if shown else "I do not KNOW\nthat"
+        columns = {"text": text, "finish": "stop" if shown else "length", "advantage": 0.25 if right else None}
         if right:
             turns = (("?\x1b", False, 0), (text, True, 0), ("new", False, 1))
-            more["turns"] = [{"text": text, "sampled": own, "sequence": n} for text, own, n in turns]
-        rows.append(rollout(group, prompt, i, own, right, **more))
+            columns["turns"] = [dict(zip(("text", "sampled", "sequence"), turn, strict=True)) for turn in turns]
+        rows.append(rollout(group, prompt, i, shown, right, **columns))
     return rows
+
+
+RECORDED = {prompt: group_rows(g, prompt, answers) for g, (prompt, answers) in enumerate(ANSWERS.items())}
 
 
 def write(folder, moment, groups, rollouts, ranks):
@@ -45,13 +48,13 @@ def run(tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     folder = run / "rollouts"
     folder.mkdir()
-    by_prompt = [group_rows(g, p, own) for g, (p, own) in enumerate(ANSWERS.items())]
-    groups = [group(g, own, 3) for g, own in enumerate(by_prompt)]
+    groups = [group(g, rollouts, recorded=3) for g, rollouts in enumerate(RECORDED.values())]
     for moment in (LogEntry("evaluation", 0), LAST):
-        write(folder, moment, groups, [r for own in by_prompt for r in own], ranks=2)
+        write(folder, moment, groups, [r for rollouts in RECORDED.values() for r in rollouts], ranks=2)
     first = group_rows(0, "t/0", ["1*", "1", "2"])
     second = group_rows(3, "t/3", ["8", "8", "8"])
-    write(folder, LogEntry("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
+    groups = [group(0, first, recorded=3, distinct=3), group(3, second, recorded=0)]
+    write(folder, LogEntry("step", 2), groups, first, ranks=1)
     return run
 
 
@@ -104,7 +107,7 @@ def test_one_prompt(ask):
 
 
 @pytest.mark.parametrize(
-    ("options", "left"),
+    ("options", "passing"),
     [
         (["--right"], "a0 a1 a2 b1"),
         (["--wrong"], "b0 b2 c0 c1 c2"),
@@ -113,16 +116,16 @@ def test_one_prompt(ask):
         (["--prompt", "c", "--contains", "is"], "c1 c2"),
     ],
 )
-def test_filters_and_exports(ask, tmp_path, options, left):
+def test_filters_and_exports(ask, tmp_path, options, passing):
     """Both export formats hold the rollouts that pass, as they were recorded."""
-    expected_rows = [group_rows("abc".index(s[0]), s[0], ANSWERS[s[0]])[int(s[1])] for s in left.split()]
+    expected_rows = [RECORDED[prompt][int(sibling)] for prompt, sibling in passing.split()]
     for ending in ("jsonl", "parquet"):
         path = tmp_path / f"x.{ending}"
         assert ask(*options, "--export", path) == [f"{len(expected_rows)} rollouts of evaluation 4 written to {path}"]
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     for line, row in zip(lines, expected_rows, strict=True):
-        place = {"kind": "evaluation", "number": 4, "task": "exact", "reference": "7"}
-        assert line == {**place, "prompt": f"what is\n{row['prompt_id']}?", **row, "parts": {"form": 0.5}}
+        moment = {"kind": "evaluation", "number": 4, "task": "exact", "reference": "7"}
+        assert line == {**moment, "prompt": f"what is\n{row['prompt_id']}?", **row, "parts": {"form": 0.5}}
     assert [row | {"parts": dict(row["parts"])} for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == lines
 
 

@@ -16,28 +16,28 @@ from megatron_brorl.theory.simulator import MOVED, PREDICTED, Settings, simulate
 SMALL = Settings(vocabulary=300, correct=40, steps=60)
 
 
-def _by_torch(n: int, seed: int, s: Settings) -> list[float]:
+def _by_torch(n: int, seed: int, settings: Settings) -> list[float]:
     """Return Q_pos after every step, by torch.optim and autograd on the paper's loss over single draws."""
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
-    z = torch.zeros(s.vocabulary, dtype=torch.float64)
-    z[: s.correct] = 3.0
-    z[0] = 5.0
-    z.requires_grad_()
-    if s.optimizer == "adamw":
-        optimizer = torch.optim.AdamW([z], s.lr, (0.9, 0.999), s.eps, s.weight_decay)
+    logits = torch.zeros(settings.vocabulary, dtype=torch.float64)
+    logits[: settings.correct] = 3.0
+    logits[0] = 5.0
+    logits.requires_grad_()
+    if settings.optimizer == "adamw":
+        optimizer = torch.optim.AdamW([logits], settings.lr, (0.9, 0.999), settings.eps, settings.weight_decay)
     else:
-        optimizer = torch.optim.SGD([z], s.lr)
-    result = [float(torch.softmax(z.detach(), 0)[: s.correct].sum())]
-    for _ in range(s.steps):
-        p = torch.softmax(z, 0)
+        optimizer = torch.optim.SGD([logits], settings.lr)
+    result = [float(torch.softmax(logits.detach(), 0)[: settings.correct].sum())]
+    for _ in range(settings.steps):
+        p = torch.softmax(logits, 0)
         edges = p.detach().cumsum(0)
         draws = torch.searchsorted(edges, torch.from_numpy(rng.random(n)) * edges[-1], right=True)
-        rewards = torch.where(draws < s.correct, 1.0, -1.0).double()
+        rewards = torch.where(draws < settings.correct, 1.0, -1.0).double()
         loss = -((rewards - rewards.mean()) * p[draws]).sum() / n
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        result.append(float(torch.softmax(z.detach(), 0)[: s.correct].sum()))
+        result.append(float(torch.softmax(logits.detach(), 0)[: settings.correct].sum()))
     return result
 
 
@@ -46,62 +46,62 @@ def _by_torch(n: int, seed: int, s: Settings) -> list[float]:
 )
 @pytest.mark.parametrize("n", [3, 200])
 def test_curves_are_those_of_torch(changes, n):
-    s = replace(SMALL, **changes)
-    np.testing.assert_allclose(simulate(n, 7, s).column("q_pos"), _by_torch(n, 7, s), rtol=1e-10)
+    settings = replace(SMALL, **changes)
+    np.testing.assert_allclose(simulate(n, 7, settings).column("q_pos"), _by_torch(n, 7, settings), rtol=1e-10)
 
 
 def test_both_accounts_explain_a_plain_step():
     """In a small plain gradient step, prediction and split are equal; the measured change differs by order lr^2."""
-    c = simulate(8, 1, replace(SMALL, optimizer="sgd", weight_decay=0.0, lr=1e-3))
+    curve = simulate(n=8, seed=1, settings=replace(SMALL, optimizer="sgd", weight_decay=0.0, lr=1e-3))
     for predicted, moved in zip(PREDICTED, MOVED, strict=False):
-        np.testing.assert_allclose(c.column(moved), c.column(predicted), rtol=1e-9, atol=1e-18)
-    total = sum(c.column(name) for name in PREDICTED)
-    np.testing.assert_allclose(c.column("measured"), total, atol=1e-9)
+        np.testing.assert_allclose(curve.column(moved), curve.column(predicted), rtol=1e-9, atol=1e-18)
+    total = sum(curve.column(name) for name in PREDICTED)
+    np.testing.assert_allclose(curve.column("measured"), total, atol=1e-9)
     assert np.abs(total).max() > 1e-7
 
 
 def test_the_split_of_adamw_adds_up():
-    c = simulate(8, 1, SMALL)
-    total = sum(c.column(name) for name in MOVED)
+    curve = simulate(n=8, seed=1, settings=SMALL)
+    total = sum(curve.column(name) for name in MOVED)
     # The error is of second order in a step of at most lr per logit, about Q (1 - Q) lr^2.
-    np.testing.assert_allclose(c.column("measured"), total, atol=SMALL.lr**2)
-    assert np.abs(c.column("measured")[1:]).min() > 3 * SMALL.lr**2
+    np.testing.assert_allclose(curve.column("measured"), total, atol=SMALL.lr**2)
+    assert np.abs(curve.column("measured")[1:]).min() > 3 * SMALL.lr**2
 
 
 def test_the_paper_setting():
     """The values are means over 8 seeds from an independent NumPy program."""
-    s = simulate(16, 0, Settings()).summary()
-    assert s["q_pos_initial"] == pytest.approx(0.6301, abs=5e-5)
-    assert s["q_pos_final"] == pytest.approx(0.6074, abs=0.002)
-    assert s["improved_share"] == pytest.approx(0.317, abs=0.02)
-    assert -2e-4 < s["worst_drop"] < -1e-7
+    summary = simulate(n=16, seed=0, settings=Settings()).summary()
+    assert summary["q_pos_initial"] == pytest.approx(0.6301, abs=5e-5)
+    assert summary["q_pos_final"] == pytest.approx(0.6074, abs=0.002)
+    assert summary["improved_share"] == pytest.approx(0.317, abs=0.02)
+    assert -2e-4 < summary["worst_drop"] < -1e-7
 
 
 def test_csv_holds_states_and_sums(tmp_path):
-    c = simulate(8, 1, replace(SMALL, steps=25))
-    write_csv(tmp_path / "c.csv", [c], every=10)
+    curve = simulate(n=8, seed=1, settings=replace(SMALL, steps=25))
+    write_csv(tmp_path / "c.csv", [curve], every=10)
     with open(tmp_path / "c.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [int(r["step"]) for r in rows] == [0, 10, 20, 25]
-    assert [float(r["q_pos"]) for r in rows] == pytest.approx([c.column("q_pos")[i] for i in (0, 10, 20, 25)], rel=1e-8)
-    assert float(rows[2]["measured"]) == pytest.approx(c.column("measured")[11:21].sum(), rel=1e-8)
+    assert [float(r["q_pos"]) for r in rows] == pytest.approx(curve.column("q_pos")[[0, 10, 20, 25]].tolist(), rel=1e-8)
+    assert float(rows[2]["measured"]) == pytest.approx(curve.column("measured")[11:21].sum(), rel=1e-8)
     total = sum(float(r["moved_unsampled"]) for r in rows)
-    assert total == pytest.approx(c.column("moved_unsampled").sum(), rel=1e-8)
+    assert total == pytest.approx(curve.column("moved_unsampled").sum(), rel=1e-8)
 
 
 def test_the_figure_shows_the_curves():
     curves = [simulate(n, seed, SMALL) for n in (4, 64) for seed in (0, 1)]
     axes = simulation_figure(curves, SMALL).axes
     for panel, name in enumerate(("q_pos", "improved_share", "worst_drop")):
-        for line, c in zip(axes[panel].lines, curves, strict=False):
-            assert np.asarray(line.get_ydata()).tolist() == c.column(name).tolist()
+        for line, curve in zip(axes[panel].lines, curves, strict=False):
+            assert np.asarray(line.get_ydata()).tolist() == curve.column(name).tolist()
     bars = [bar.get_height() for bar in axes[3].containers[2]]
     assert axes[3].containers[2].get_label() == "not drawn"
     assert bars == pytest.approx(
-        [np.mean([c.column("moved_unsampled").sum() for c in curves if c.n == n]) for n in (4, 64)]
+        [np.mean([curve.column("moved_unsampled").sum() for curve in curves if curve.n == n]) for n in (4, 64)]
     )
     shares = [bar.get_height() for bar in axes[5].containers[1]]
-    assert shares[0] == pytest.approx(np.mean([(c.column("measured")[1:] > 0).mean() for c in curves[:2]]))
+    assert shares[0] == pytest.approx(np.mean([(curve.column("measured")[1:] > 0).mean() for curve in curves[:2]]))
 
 
 def test_the_command_prints_a_summary_and_draws_a_figure(tmp_path, capsys):

@@ -14,12 +14,12 @@ from megatron_brorl.theory.token_level import draw_positions, token_level
 P = np.array([0.2, 0.5, 0.3])
 
 
-def every_outcome(n: int, worth: np.ndarray):
+def every_outcome(n: int, rates: np.ndarray):
     """Return all draws of n tokens and their rewards, [outcomes, n], and the probability of each."""
     token = np.array(list(itertools.product(range(3), repeat=n)))
     reward = np.array(list(itertools.product((0.0, 1.0), repeat=n)))
     token, reward = np.repeat(token, len(reward), axis=0), np.tile(reward, (len(token), 1))
-    chance = P[token].prod(1) * np.where(reward == 1, worth[token], 1 - worth[token]).prod(1)
+    chance = P[token].prod(1) * np.where(reward == 1, rates[token], 1 - rates[token]).prod(1)
     assert chance.sum() == pytest.approx(1)
     return token, reward, chance
 
@@ -33,10 +33,10 @@ def levels(token: np.ndarray, reward: np.ndarray):
 
 
 @pytest.mark.parametrize("n", [4, 5])
-@pytest.mark.parametrize("worth", [[0.9, 0.1, 0.4], [0.3, 0.3, 0.3]])
-def test_the_changes_are_unbiased(n, worth):
+@pytest.mark.parametrize("rates", [[0.9, 0.1, 0.4], [0.3, 0.3, 0.3]])
+def test_the_changes_are_unbiased(n, rates):
     """The mean over all draws is the true change; it is 0 if all tokens have the same success rate."""
-    f = np.array(worth)
+    f = np.array(rates)
     token, reward, chance = every_outcome(n, f)
     result = levels(token, reward)
     q = float(P @ f)
@@ -52,7 +52,9 @@ def test_the_changes_are_unbiased(n, worth):
             s_r = sum(P[j] * b for j, b in better.items())
             expected += weight * sum(P[j] ** 2 * (f[j] - q) * (b - s_r) for j, b in better.items()) / n / 2
     assert float(chance @ result.sampled.numpy()) == pytest.approx(expected, rel=1e-12, abs=1e-15)
-    assert (gradient == 0) == (expected == pytest.approx(0, abs=1e-15)) == (len(set(worth)) == 1)
+    all_equal = len(set(rates)) == 1
+    assert (gradient == 0) == all_equal
+    assert (expected == pytest.approx(0, abs=1e-15)) == all_equal
     assert result.policy_gradient.min() < 0
 
 
@@ -71,9 +73,9 @@ def test_token_level_needs_a_draw_everywhere():
 
 def siblings(seed: int, n: int = 14, depth: int = 5) -> torch.Tensor:
     """Return responses of 0 (lost) to `depth` tokens of a small vocabulary, padded with -1."""
-    g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 3, (n, depth), generator=g)
-    lengths = torch.randint(0, depth + 1, (n, 1), generator=g)
+    rng = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 3, (n, depth), generator=rng)
+    lengths = torch.randint(0, depth + 1, (n, 1), generator=rng)
     return torch.where(torch.arange(depth) < lengths, tokens, -1)
 
 
@@ -97,8 +99,8 @@ def test_every_shared_token_once(seed, environment):
     assert positions.shared == len(shared) > 0
     assert list(zip(positions.sibling.tolist(), positions.depth.tolist(), strict=True)) == shared
     for k, place in enumerate(shared):
-        there = {i for (i, t), prefix in places.items() if (t, prefix) == (place[1], places[place])}
-        assert set(positions.together[k].nonzero().flatten().tolist()) == there
+        together = {i for (i, t), prefix in places.items() if (t, prefix) == (place[1], places[place])}
+        assert set(positions.together[k].nonzero().flatten().tolist()) == together
 
 
 def test_siblings_that_share_nothing():

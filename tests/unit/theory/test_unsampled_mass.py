@@ -19,9 +19,9 @@ def _policy(seed: int, outcomes: int = 300):
 
 
 POLICIES = [_policy(seed) for seed in range(8)]
-N = 64
+N = 64  # siblings of a group
 REPETITIONS = 200
-HELD = [2, 4, 8, 16, 32]
+HELD = [2, 4, 8, 16, 32]  # numbers of held-out siblings
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,16 @@ def test_hold_out_on_a_known_policy(policy_groups):
     """Estimates are unbiased within 3 standard errors of 200 repetitions; 95% intervals cover at least 93%."""
     curves = [hold_out(groups, HELD) for groups in policy_groups]
     for i, held in enumerate(HELD):
-        m = N - held
-        truths = [(expected(p, p > 0, 1, m), expected(p, r, 2, m), expected(p, ~r, 2, m)) for p, r in POLICIES]
+        rest = N - held
+        truths = [
+            (expected(p, p > 0, 1, rest), expected(p, right, 2, rest), expected(p, ~right, 2, rest))
+            for p, right in POLICIES
+        ]
         for field, truth in zip(("unsampled_mass", "u_pos2", "u_neg2"), np.mean(truths, axis=0), strict=True):
-            x, low, high = np.array([c[field][:, i] for c in curves]).T
-            assert abs(x.mean() - truth) < 3 * x.std() / np.sqrt(REPETITIONS), (field, held)
+            estimates, low, high = np.array([c[field][:, i] for c in curves]).T
+            assert abs(estimates.mean() - truth) < 3 * estimates.std() / np.sqrt(REPETITIONS), (field, held)
             assert np.mean((low < truth) & (truth < high)) > 0.93, (field, held)
-            assert np.mean(high - low) < 2 * 1.96 * 2 * x.std(), (field, held)
+            assert np.mean(high - low) < 2 * (2 * 1.96 * estimates.std()), (field, held)  # twice the exact width
 
 
 def test_good_turing_by_hand():
@@ -64,7 +67,7 @@ def test_intervals_without_repetitions():
     g = good_turing(np.arange(64), right)
     assert (g.unseen_mass, g.unseen_right, g.singletons, g.high) == (1, 0.5, 64, 1)
     assert 0.85 < g.low < 1 - 64 / 4096
-    # Without repetitions the upper end of the second moment is 3.69 times the largest weight of a pair.
+    # Without repetitions the upper end of the second moment is -log(0.025) = 3.69 times the largest weight of a pair.
     curve = hold_out([(np.arange(64), right)], [2, 32])
     assert not np.any([curve[name][:2] for name in ("u_pos2", "u_neg2")])
     for m, high in zip((62, 32), curve["u_pos2"][2], strict=True):

@@ -29,9 +29,8 @@ def test_the_format_of_a_line(tmp_path: Path) -> None:
     with closing(MetricsWriter(tmp_path)) as metrics:
         metrics.write(3, {"reward": 0.1, "kept": 7}, {"step": 2.5, "generate": 1.25})
         # The line is in the file before close() is called.
-        assert (tmp_path / "metrics.jsonl").read_bytes() == (
-            b'{"step": 3, "reward": 0.1, "kept": 7, "time": {"step": 2.5, "generate": 1.25}}\n'
-        )
+        expected = b'{"step": 3, "reward": 0.1, "kept": 7, "time": {"step": 2.5, "generate": 1.25}}\n'
+        assert (tmp_path / "metrics.jsonl").read_bytes() == expected
 
 
 def test_floats_come_back_bit_for_bit_and_others_are_null_and_listed(tmp_path: Path) -> None:
@@ -49,9 +48,9 @@ def test_floats_come_back_bit_for_bit_and_others_are_null_and_listed(tmp_path: P
 def test_a_resumed_run_drops_only_the_repeated_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _record(tmp_path, range(6))
-    kept = path.read_bytes().splitlines(keepends=True)[:4]
+    first_lines = path.read_bytes().splitlines(keepends=True)[:4]
     _record(tmp_path, range(4, 8), resume_step=4, offset=100.0)
-    assert path.read_bytes().splitlines(keepends=True)[:4] == kept
+    assert path.read_bytes().splitlines(keepends=True)[:4] == first_lines
     expected = [(step, step / 10 + (100.0 if step >= 4 else 0.0)) for step in range(8)]
     assert [(row["step"], row["reward"]) for row in read_metrics(path)] == expected
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl"]
@@ -105,10 +104,12 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest
 
 def test_tensorboard_purges_repeated_steps(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with closing(MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, None, {}))) as metrics:
+    trackers = open_trackers(["tensorboard"], tmp_path, resume_step=None, config={})
+    with closing(MetricsWriter(tmp_path, trackers)) as metrics:
         for step in range(4):
             metrics.write(step, {"reward": float(step), "loss": math.nan}, {"generate": 1.5})
-    with closing(MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, 2, {}), resume_step=2)) as metrics:
+    trackers = open_trackers(["tensorboard"], tmp_path, resume_step=2, config={})
+    with closing(MetricsWriter(tmp_path, trackers, resume_step=2)) as metrics:
         metrics.write(2, {"reward": 20.0}, {"generate": 2.5})
     board = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in board.Scalars("reward/reward")] == [(1, 0.0), (2, 1.0), (3, 20.0)]

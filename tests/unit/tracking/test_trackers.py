@@ -60,13 +60,13 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_a_tracker_that_cannot_be_opened_is_a_user_error(tmp_path):
     (tmp_path / "tensorboard").write_text("")  # a file instead of its folder
     with pytest.raises(UserError, match=r'run\.log: "tensorboard" cannot be opened: .*; fix that, or leave it out'):
-        open_trackers(["tensorboard"], tmp_path, None, {})
+        open_trackers(["tensorboard"], tmp_path, resume_step=None, config={})
 
 
 def test_a_full_disk_ends_tensorboard_without_a_traceback(tmp_path, monkeypatch):
     printed = []
     monkeypatch.setattr(threading, "excepthook", printed.append)
-    (tracker,) = open_trackers(["tensorboard"], tmp_path, None, {})
+    (tracker,) = open_trackers(["tensorboard"], tmp_path, resume_step=None, config={})
     (events,) = (tmp_path / "tensorboard").iterdir()
     events.unlink()
     events.symlink_to("/dev/full")

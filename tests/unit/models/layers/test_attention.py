@@ -21,7 +21,7 @@ from megatron_brorl.ops import rope
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel.packing import PackedGroup
 
-STREAMS = {
+STREAMS = {  # PackedGroup(tokens of the prompt, ((segments, tokens of each segment), ...))
     "one token": (PackedGroup(0, ((1, 1),)),),
     "only plain segments": (PackedGroup(0, ((7, 19), (2, 131), (1, 100))),),
     "a prompt": (PackedGroup(7, ((2, 3), (1, 5))),),
@@ -39,14 +39,14 @@ STREAMS = {
 def by_definition(groups) -> torch.Tensor:
     """Return the mask [T, T] bool, pair by pair."""
     segments = []  # (tokens, tokens of the prompt)
-    at = 0
+    start = 0
     for group in groups:
-        prompt = range(at, at + group.prefix)
+        prompt = range(start, start + group.prefix)
         lengths = [group.prefix, *(n for count, n in group.segments for _ in range(count))]
         for n in lengths:
-            segments.append((range(at, at + n), prompt))
-            at += n
-    mask = torch.zeros(at, at, dtype=torch.bool)
+            segments.append((range(start, start + n), prompt))
+            start += n
+    mask = torch.zeros(start, start, dtype=torch.bool)
     for tokens, prompt in segments:
         for i in tokens:
             for j in (*tokens, *prompt):
@@ -68,31 +68,31 @@ def kernels(request, monkeypatch):
 @pytest.mark.parametrize("groups", STREAMS.values(), ids=STREAMS)
 def test_attention_and_its_gradients_agree_with_the_matrix_of_all_scores(kernels, groups):
     mask = by_definition(groups)
-    g = torch.Generator().manual_seed(len(mask))
-    q, k, v, grad = (torch.randn(len(mask), heads, 16, dtype=torch.float64, generator=g) for heads in (6, 2, 2, 6))
+    rng = torch.Generator().manual_seed(len(mask))
+    q, k, v, grad = (torch.randn(len(mask), heads, 16, dtype=torch.float64, generator=rng) for heads in (6, 2, 2, 6))
     results = []
     for dense in (False, True):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         if dense:
-            s = scores(inputs[0], inputs[1], causal=False, scale=0.3).masked_fill(~mask, -torch.inf)
-            out = torch.einsum("hij,jhd->ihd", s.softmax(-1), inputs[2].repeat_interleave(3, 1))
+            logits = scores(inputs[0], inputs[1], causal=False, scale=0.3).masked_fill(~mask, -torch.inf)
+            out = torch.einsum("hij,jhd->ihd", logits.softmax(-1), inputs[2].repeat_interleave(3, 1))
         else:
             out = attention.attend(*inputs, Segments(groups=groups), 0.3)
         out.backward(grad)
         results.append([out.detach(), *(x.grad for x in inputs)])
-    for own, expected in zip(*results, strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_attention_to_a_prompt_without_kernels_agrees_with_the_kernels():
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(18, heads, 12, dtype=torch.float64, generator=g) for heads in (6, 2, 2))
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(18, heads, 12, dtype=torch.float64, generator=rng) for heads in (6, 2, 2))
     group = PackedGroup(7, ((2, 3), (1, 5)))
     expected = attention.attend(q, k, v, Segments(groups=(group,)), 0.3)[7:]
-    own = attention._causal(q[7:], k[7:], v[7:], group.segments, 0.3, (k[:7], v[:7]))
-    torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
+    result = attention._causal(q[7:], k[7:], v[7:], group.segments, 0.3, (k[:7], v[:7]))
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 class NoTransformerEngine(torch.nn.Module):
@@ -118,7 +118,7 @@ class Linear(torch.nn.Module):
 
 
 class NormLinear(Linear):
-    """Its LayerNormLinear, which returns (out, normed) in place of out if return_layernorm_output is set."""
+    """Megatron's wrapper of LayerNormLinear, which returns (out, normed) for out if return_layernorm_output is set."""
 
     def forward(self, x):
         normed = torch.nn.functional.rms_norm(x, x.shape[-1:])
@@ -132,8 +132,8 @@ def te(monkeypatch):
     monkeypatch.setattr(transformer_engine, "TEDotProductAttention", NoTransformerEngine)
     monkeypatch.setattr(transformer_engine, "TELayerNormColumnParallelLinear", NormLinear)
     monkeypatch.setattr(transformer_engine, "TERowParallelLinear", Linear)
-    place = Path(attention.__file__).with_name("te.py")
-    spec = importlib.util.spec_from_file_location("te_without_transformer_engine", place)
+    path = Path(attention.__file__).with_name("te.py")
+    spec = importlib.util.spec_from_file_location("te_without_transformer_engine", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -157,9 +157,9 @@ def test_adapters_of_transformer_engine_s_layers_equal_merged_weights(te, proces
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("more", [{}, {"attention_factor": 0.6}, {"mscale": 0.707, "mscale_all_dim": 1.5}])
+@pytest.mark.parametrize("changes", [{}, {"attention_factor": 0.6}, {"mscale": 0.707, "mscale_all_dim": 1.5}])
 @pytest.mark.parametrize("with_te", [True, False], ids=["Transformer Engine", "without"])
-def test_yarn_scales_attention_as_in_transformers(te, processes, with_te, more):
+def test_yarn_scales_attention_as_in_transformers(te, processes, with_te, changes):
     """YaRN's factor on cos and sin is part of the softmax scale."""
     reference = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
@@ -167,18 +167,18 @@ def test_yarn_scales_attention_as_in_transformers(te, processes, with_te, more):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        rope_parameters=YARN | more,
+        rope_parameters=YARN | changes,
     )
     shape = parse_shape(reference.to_dict(), "config.json")
     group = PackedGroup(5, ((2, 3), (1, 4)))
-    ends = [(5, 8), (8, 11), (11, 15)]
-    g = torch.Generator().manual_seed(3)
-    q, k, v = (2 * torch.randn(15, heads, 16, generator=g) for heads in (4, 2, 2))
+    bounds = [(5, 8), (8, 11), (11, 15)]
+    rng = torch.Generator().manual_seed(3)
+    q, k, v = (2 * torch.randn(15, heads, 16, generator=rng) for heads in (4, 2, 2))
 
     # Every response after its prompt, as in transformers: rotation, then softmax(q k / sqrt(d)) v.
     embedding = Qwen2RotaryEmbedding(reference)
     expected = torch.empty(15, 4, 16)
-    for begin, end in ends:
+    for begin, end in bounds:
         rows = torch.cat((torch.arange(5), torch.arange(begin, end)))
         cos, sin = embedding(v, torch.arange(len(rows))[None])
         rotated = apply_rotary_pos_emb(*(x[rows].transpose(0, 1)[None] for x in (q, k)), cos, sin)
@@ -186,7 +186,7 @@ def test_yarn_scales_attention_as_in_transformers(te, processes, with_te, more):
         scores = (query @ key.transpose(1, 2) / 4).masked_fill(torch.ones(len(rows), len(rows)).triu(1) > 0, -torch.inf)
         expected[rows] = (scores.softmax(-1) @ v[rows].transpose(0, 1).repeat_interleave(2, 0)).transpose(0, 1)
 
-    positions = torch.cat((torch.arange(5), *(torch.arange(5, 5 + end - begin) for begin, end in ends)))
+    positions = torch.cat((torch.arange(5), *(torch.arange(5, 5 + end - begin) for begin, end in bounds)))
     inv_freq, factor = rope.inverse_frequencies(shape)
     assert abs(factor - 1) > 0.05
     angles = positions[:, None] * inv_freq

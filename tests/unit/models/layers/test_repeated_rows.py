@@ -17,6 +17,6 @@ def test_gradients_are_summed_in_the_order_of_the_index(index):
     assert torch.equal(selected, x[index])
     selected.backward(grad)
     expected = torch.zeros(7, 2, 3)
-    for row, part in zip(index.tolist(), grad, strict=True):
-        expected[row] += part
+    for row, row_grad in zip(index.tolist(), grad, strict=True):
+        expected[row] += row_grad
     assert torch.equal(x.grad, expected)

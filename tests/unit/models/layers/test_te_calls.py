@@ -53,14 +53,11 @@ def test_every_call_fits_its_signature():
             continue
         module, name = IMPORTED.get(node.func.id, ("", ""))
         if module.startswith("megatron.") and module != EXTENSION:
-            what = getattr(importlib.import_module(module), name)
+            function = getattr(importlib.import_module(module), name)
             keywords = {k.arg: None for k in node.keywords if k.arg}
-            inspect.signature(what).bind_partial(*[None for _ in node.args], **keywords)
+            inspect.signature(function).bind_partial(*[None for _ in node.args], **keywords)
             checked.add(name)
-    assert checked == {
-        "get_gpt_layer_with_transformer_engine_spec",
-        "TransformerBlockSubmodules",
-    }
+    assert checked == {"get_gpt_layer_with_transformer_engine_spec", "TransformerBlockSubmodules"}
 
 
 def test_boundaries_of_segments_are_made_once():
@@ -94,7 +91,7 @@ def test_attention_call_fits_megatrons_wrapper():
 
 
 def test_fused_rotation_gets_the_angle_of_every_token(processes, tmp_path, monkeypatch):
-    """The fused call rotates row i of [T, 1, heads, d] by row i of the angles, whatever its position in the stream."""
+    """The fused call rotates row i of [T, 1, heads, d] by row i of the angles, at any position in the stream."""
 
     def fused(t, freqs, interleaved):  # transformer_engine.pytorch.attention.rope, tensor_format="sbhd"
         assert not interleaved
@@ -103,10 +100,10 @@ def test_fused_rotation_gets_the_angle_of_every_token(processes, tmp_path, monke
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", fused)
     monkeypatch.setattr(gpt, "uses_te_layers", lambda shape: True)
-    tiny.make_model(tmp_path, "qwen2", True)
+    tiny.make_model(tmp_path, "qwen2", tied=True)
     shape = read_shape(tmp_path)
     ops = backend("reference", torch.device("cpu"))
-    config = gpt.transformer_config(shape, processes, torch.float32, False, ops)
+    config = gpt.transformer_config(shape, processes, torch.float32, recompute=False, ops=ops)
     positions = torch.tensor([0, 1, 2, 3, 4, 3, 4, 5, 6, 3])  # a prompt of 3 tokens and responses
     inv_freq = rope.inverse_frequencies(shape)[0]
     angles = positions[:, None] * inv_freq
@@ -123,8 +120,8 @@ def test_gradients_are_added_to_main_grad_in_the_products_of_trained_weights(
     processes, tmp_path, monkeypatch, optim, lora
 ):
     monkeypatch.setattr(ColumnLinear, "fuse_wgrad_accumulation", False, raising=False)  # as Transformer Engine's
-    tiny.make_model(tmp_path, "qwen2", True)
-    options = StageOptions(200, backend("reference", torch.device("cpu")), lora=lora)
+    tiny.make_model(tmp_path, "qwen2", tied=True)
+    options = StageOptions(tokens_per_micro_batch=200, ops=backend("reference", torch.device("cpu")), lora=lora)
     worker = Worker(read_shape(tmp_path), processes, options, optim)
     fused = {layer.fuse_wgrad_accumulation for layer in worker.module.modules() if isinstance(layer, ColumnLinear)}
     assert fused == {optim is not None and lora is None}

@@ -83,14 +83,15 @@ class RequestOutput:
         self._loop.call_soon_threadsafe(self._finish, rollout, reported)
 
     def _finish(self, rollout: Rollout | None, reported: list[Any]) -> None:
-        out, p = self.outputs[0], self._params
+        out, params = self.outputs[0], self._params
         if rollout is None:
             out.finish_reason = "cancelled"
         else:
             out.finish_reason = rollout.finish
             out.token_ids = rollout.token_ids.tolist()
             out.logprobs = reported if any(reported) else []
-            if rollout.finish == "stop" and out.token_ids[-1] != p.end_id and not p.include_stop_str_in_output:
+            ends_with_eos = out.token_ids[-1:] == [params.end_id]
+            if rollout.finish == "stop" and not ends_with_eos and not params.include_stop_str_in_output:
                 out.token_ids = out.token_ids[:-1]
         self._done.set()
 
@@ -140,11 +141,11 @@ class AsyncLLM:
         return self
 
     def generate_async(self, inputs: Any, sampling_params: Any = None) -> RequestOutput:
-        p = sampling_params
+        params = sampling_params
         longest = min(x for x in (self.args.max_input_len, self.args.max_seq_len) if x)
-        if not inputs or len(inputs) > longest or len(inputs) + p.max_tokens > self.args.max_seq_len:
-            raise ValueError(f"a prompt of {len(inputs)} tokens with max_tokens {p.max_tokens} does not fit")
-        output = RequestOutput(list(inputs), p)
+        if not inputs or len(inputs) > longest or len(inputs) + params.max_tokens > self.args.max_seq_len:
+            raise ValueError(f"a prompt of {len(inputs)} tokens with max_tokens {params.max_tokens} does not fit")
+        output = RequestOutput(list(inputs), params)
         self._compare_workers()
         self._workers[0].engine.submit(output.row)
         return output

@@ -29,8 +29,8 @@ class WorkerExtension:
             handles = pickle.loads(base64.b64decode(handles))
         weights = {}
         for name, (rebuild, args) in handles:
-            places = list(args)
-            places[6] = self.device_id
-            weights[name] = rebuild(*places)
+            rebuild_args = list(args)
+            rebuild_args[6] = self.device_id  # argument storage_device of torch's rebuild_cuda_tensor
+            weights[name] = rebuild(*rebuild_args)
         loader = self.engine.model_engine.model_loader
         loader.reload(self.engine.model_engine.model, weights, allow_partial_loading=True)

@@ -130,7 +130,7 @@ class PyExecutor:
         self.args = args
         self.kv_cache_manager = KVCacheManager(args.kv_cache_config)
         self.resource_manager = ResourceManager({ResourceManagerType.KV_CACHE_MANAGER: self.kv_cache_manager})
-        self.prefixes = self.dangling = False  # cached prefixes exist; they refer to released memory
+        self.prefixes = self.dangling = False  # whether prefixes are cached, and whether their memory was released
         self._busy = threading.Lock()
         self._queue: SimpleQueue[Row] = SimpleQueue()
         self._keys = 0
@@ -164,14 +164,14 @@ class PyExecutor:
                         rows.append(self._queue.get_nowait())
                 except Empty:
                     pass
-                kinds: dict[Any, list[Row]] = {}
+                groups: dict[Any, list[Row]] = {}
                 for row in rows:
                     p = row.params
                     stops = tuple(sorted({p.end_id, *(p.stop_token_ids or [])} - {-1}))
-                    kinds.setdefault((p.temperature, p.top_p, p.top_k, p.max_tokens, stops, p.greedy), []).append(row)
+                    groups.setdefault((p.temperature, p.top_p, p.top_k, p.max_tokens, stops, p.greedy), []).append(row)
                 try:
-                    for kind, same in kinds.items():
-                        self._generate(same, *kind)
+                    for settings, group in groups.items():
+                        self._generate(group, *settings)
                 except BaseException:
                     traceback.print_exc()
                     os._exit(1)
@@ -193,8 +193,8 @@ class PyExecutor:
         self._keys += len(rows)
         keys = range(self._keys - len(rows), self._keys)
         self.sampler.rows = dict(zip(keys, rows, strict=True))
-        pairs = zip(keys, rows, strict=True)
-        requests = [Request(Prompt(str(key), "", tuple(row.ids), None, ""), key, 1) for key, row in pairs]
+        pairs = self.sampler.rows.items()
+        requests = [Request(Prompt(str(key), "", tuple(row.ids), None, ""), key, n=1) for key, row in pairs]
         callbacks = _Watch(rows)
         self._torch.generate(requests, sampling, callbacks)
         for row in callbacks.left:
@@ -202,7 +202,7 @@ class PyExecutor:
 
 
 class _Watch:
-    """Delivers finished rows, and stops the CPU engine when all remaining rows are aborted."""
+    """Deliver finished rows, and stop the CPU engine when all remaining rows are aborted."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows

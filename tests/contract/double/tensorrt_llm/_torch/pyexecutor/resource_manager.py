@@ -19,16 +19,16 @@ class KvCacheStats:
 
 
 class KVCacheManager:
-    """A cache of BRORL_DOUBLE_KV_TOKENS tokens, or max_tokens if that is less. The second manager ("auto" or True)
+    """A cache of BRORL_DOUBLE_KV_TOKENS tokens, or max_tokens if that is less. Version 2, which "auto" selects too,
     reports only bytes."""
 
     def __init__(self, config: Any) -> None:
-        self.second = config.use_kv_cache_manager_v2 is not False
+        self.is_version_2 = config.use_kv_cache_manager_v2 is not False
         self.tokens_per_block = config.tokens_per_block
         self.blocks = min(KV_TOKENS, config.max_tokens or KV_TOKENS) // self.tokens_per_block
 
     def get_kv_cache_stats(self) -> KvCacheStats:
-        if self.second:
+        if self.is_version_2:
             return KvCacheStats(allocated_bytes=self.blocks * self.tokens_per_block * 1024)
         return KvCacheStats(self.blocks, self.tokens_per_block)
 
