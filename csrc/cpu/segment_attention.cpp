@@ -238,7 +238,7 @@ Tensor segment_attention_gradient(
     std::vector<float>& prefix = prefix_gradients[piece];
     prefix.resize(2 * s.prefix_length * d);
     for (int64_t t = s.begin; t < s.begin + s.length; ++t) {
-      std::fill_n(backward.of_key.at(t, kv_head), 2 * d, 0.0f);  // and the value after it
+      std::fill_n(backward.dkey.at(t, kv_head), 2 * d, 0.0f);  // dkey, and dvalue after it
     }
     for (int64_t head = 0; head < heads; ++head) {
       for (int64_t q = 0; q < s.length; q += kBlock) {
@@ -252,7 +252,7 @@ Tensor segment_attention_gradient(
     for (size_t run = 0; run < stream.runs.size(); ++run) {
       const Segment& s = stream.segments[stream.runs[run].first];
       const float* from = prefix_gradients[run * kv_heads + kv_head].data();
-      for (const Heads& to : {backward.of_key, backward.of_value}) {
+      for (const Heads& to : {backward.dkey, backward.dvalue}) {
         for (int64_t t = 0; t < s.prefix_length; ++t, from += d) {
           float* const row = to.at(s.prefix + t, kv_head);
           for (int64_t i = 0; i < d; ++i) row[i] += from[i];
