@@ -142,6 +142,14 @@ def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[st
     return subprocess.CompletedProcess(jobs[0][1], code, *streams)
 
 
+def until(happened: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until `happened` returns a true value."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
     """Return the exit code of the first process that fails, or 0; a signal is a negative number."""
     code = 0

@@ -159,9 +159,6 @@ def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path, acc
     Raises UserError naming the first one that must not change (config.rules), with both values. accept_functions: the
     files of the user's functions may change.
     """
-    if not (isinstance(saved, dict) and all(isinstance(values, dict) for values in saved.values())):
-        raise UserError(f"{where}: its fingerprint is malformed; delete it to continue from an older checkpoint")
-
     changes: Changes = {}
     for section, values in current.items():
         before = saved.get(section, {})

@@ -64,13 +64,8 @@ class RowFormat:
 
 def read_rows(path: Path, row_format: RowFormat = RowFormat()) -> list[Row]:
     """Return the rows of a file. Raises UserError at the first malformed row."""
-    rows: dict[str, Row] = {}  # by id
-    for number, raw in raw_rows(path):
-        row = check_row(raw, f"{path}:{number}", f"{path.name}:{number}", row_format)
-        if row.id in rows:
-            raise UserError(f"{row.where}: id {row.id!r} is taken by {rows[row.id].where}; give every row its own id")
-        rows[row.id] = row
-    return list(rows.values())
+    rows = raw_rows(path)
+    return [check_row(raw, f"{path}:{number}", f"{path.name}:{number}", row_format) for number, raw in rows]
 
 
 def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int) -> list[Prompt]:

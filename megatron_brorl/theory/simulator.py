@@ -73,11 +73,9 @@ class Curves:
         """Return one of COLUMNS, [steps + 1]. measured, predicted_* and moved_* are changes of Q_pos by one step."""
         return self.values[:, COLUMNS.index(name)]
 
-    def summary(self) -> dict[str, float | int]:
+    def summary(self) -> dict[str, float]:
         """Return the values that `brorl simulate` prints; worst_drop is the minimum over all steps."""
         return {
-            "N": self.n,
-            "seed": self.seed,
             "q_pos_initial": float(self.column("q_pos")[0]),
             "q_pos_final": float(self.column("q_pos")[-1]),
             "improved_share": float(self.column("improved_share")[-1]),

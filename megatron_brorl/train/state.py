@@ -50,7 +50,7 @@ class RunState(BaseModel):
     elapsed_s: float = 0.0  # wall-clock seconds of the processes before this one
     started_at: float = 0.0  # Unix time at which the first process of the job started; 0 if unknown
     best: Best | None = None  # the best checkpoint on the disk (train.keep_best)
-    fingerprint: dict[str, Any] = {}  # settings that a resumed run must share, see cli.run_folder
+    fingerprint: dict[str, dict[str, Any]] = {}  # settings that a resumed run must share, see cli.run_folder
     # Groups that the next step continues or trains on. They have files of their own.
     carried: InstanceOf[CarriedGroups] = Field(default_factory=CarriedGroups, exclude=True)
 

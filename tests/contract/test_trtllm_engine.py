@@ -12,6 +12,7 @@ import pytest
 import torch
 from contract.double.fp8_blocks import dequantize
 from contract.engines import SAMPLING, damage_staged_weights, draw, same
+from forks import until
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor
@@ -21,13 +22,6 @@ from megatron_brorl.rollout.remote.weights_in_trainer import quantize
 from megatron_brorl.rollout.weight_stream import UpdateRefused
 
 pytestmark = pytest.mark.slow  # every test starts processes that import torch
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def has_members(group):
@@ -135,7 +129,7 @@ def test_too_many_restarts_end_the_run(model, start, monkeypatch):
     for _ in range(3):
         pid = supervisor.pid
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda pid=pid: supervisor.pid != pid or supervisor.failure)
+        until(lambda pid=pid: supervisor.pid != pid or supervisor.failure)
     with pytest.raises(UserError, match=r"gave up after 2 restarts"):
         draw(engine)
 
@@ -223,13 +217,13 @@ def test_close_leaves_no_processes_and_files(model, start, fresh):
     crashed = engine.supervisor.pid
     os.killpg(crashed, 0)
     os.kill(crashed, signal.SIGKILL)
-    wait_for(lambda: engine.supervisor.pid != crashed)
+    until(lambda: engine.supervisor.pid != crashed)
     pids = [crashed, engine.supervisor.pid]
     engine.close()
     assert not engine.folder.exists()
     for pid in pids:
         assert not os.path.exists(f"/proc/{pid}")
-        wait_for(lambda pid=pid: not has_members(pid))
+        until(lambda pid=pid: not has_members(pid))
 
 
 def test_faulty_update_leaves_the_engine_unchanged(model, start):

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from forks import until
 
 START = [sys.executable, "-c", "import sys; from megatron_brorl.cli import launch; launch._LAST_WORDS_S = 0.5; "
          "sys.exit(launch.launch(2, [sys.executable, *sys.argv[1:]]))"]  # fmt: skip
@@ -52,13 +53,6 @@ wait("saved")
 os.kill(pid, 9)
 sys.exit(signals.SAVED)
 """
-
-
-def until(happened: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Ranks:

@@ -75,7 +75,6 @@ BAD: list[tuple[bytes, str]] = [
     (b'{"prompt": "x"}', 'verifier "exact" needs a reference'),
     (b'{"prompt": "x", "anwser": "1"}', "unknown key 'anwser'; known: prompt, answer"),
     (b'{"prompt": "x", "verifier": "maths"}', "'maths'; did you mean math?"),
-    (b'{"prompt": "x", "answer": "1", "id": "first"}', "id 'first' is taken by"),
     (b'{"prompt": "x", "verifier": "reasoning_gym", "metadata": {"source_dataset": "gcd"}}', "needs metadata.entry"),
 ]
 PARQUET: list[tuple[dict[str, Any], str]] = [

@@ -109,6 +109,7 @@ def test_unusable_data_is_named_by_key_or_row(tmp_path, tokenizer):
     for config, named in (
         (DataConfig(), r"data: .*set data\.train .* or data\.tasks"),
         (DataConfig(train=(f"{tmp_path}/empty.jsonl",)), rf"{tmp_path}/empty\.jsonl: .*\(data\.train\)"),
+        (DataConfig(train=(a, a)), rf"{a}:1: id 'q0' is taken by {a}:1"),
         (DataConfig(train=(a, b)), rf"{b}:1: id 'q2' is taken by {a}:3; give every row of data\.train its own"),
         (DataConfig(train=(a,), verifier="none", held_out=(a,)), rf'{a}:1: verifier "none" cannot evaluate'),
         *((DataConfig(mixture=(one, part)), named) for named, part in mixtures.items()),

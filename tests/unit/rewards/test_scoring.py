@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Callable
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from forks import until
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
@@ -205,10 +204,3 @@ def test_a_failed_call_cancels_its_scores(tmp_path):
         with Scorer([exact], str, (), pool, RewardConfig()) as scorer:
             scorer.finished(0, rollout)
             assert scorer.scores([(0, 0)]).rewards.tolist() == [1.0]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

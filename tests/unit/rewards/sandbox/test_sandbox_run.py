@@ -17,6 +17,7 @@ from typing import Any
 
 import attacks
 import pytest
+from forks import until
 
 from megatron_brorl.rewards.sandbox import isolation
 from megatron_brorl.rewards.sandbox.inside import codec
@@ -174,18 +175,17 @@ def test_killing_the_scoring_process_ends_its_sandboxes(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(2)
-    deadline = time.monotonic() + 60
-    while len(children() - before) < 5 and time.monotonic() < deadline:  # the process, bubblewrap, guard, runner, test
-        time.sleep(0.02)
-    assert len(children() - before) >= 5
+    until(lambda: len(children() - before) >= 5)  # the process, bubblewrap, guard, runner, test
     process.kill()
     process.wait()
     process.stdout.close()
-    while children() - before and time.monotonic() < deadline:
+
+    def gone() -> bool:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)  # Reap orphans, which are children of this process.
-        time.sleep(0.02)
-    assert children() <= before
+        return children() <= before
+
+    until(gone)
 
 
 THREAD = "import sys, threading\n"
