@@ -56,13 +56,13 @@ def generation(tokens: np.ndarray, engines: int, rows: int) -> tuple[float, floa
     clock, steps = [0.0] * engines, [0] * engines
     running: list[list[int]] = [[] for _ in range(engines)]  # heaps of the step at which each row ends
     events: list[tuple[float, int]] = []  # the next end of a row on each engine
-    drained = 0.0
+    last_start = 0.0
 
     def fill(i: int) -> None:
-        nonlocal drained
+        nonlocal last_start
         while queue and len(running[i]) < rows:
             heapq.heappush(running[i], steps[i] + queue.popleft())
-            drained = clock[i]
+            last_start = clock[i]
         if running[i]:
             seconds = (running[i][0] - steps[i]) * (STEP_S + ROW_S * len(running[i]))
             heapq.heappush(events, (clock[i] + seconds, i))
@@ -75,13 +75,13 @@ def generation(tokens: np.ndarray, engines: int, rows: int) -> tuple[float, floa
         while running[i] and running[i][0] == steps[i]:
             heapq.heappop(running[i])
         fill(i)
-    return max(clock), drained
+    return max(clock), last_start
 
 
 def measure(gpus: int, rollouts: int, mean: float, longest: int, rows: int) -> dict[str, Any]:
     """Return one row of the table."""
     tokens = lengths(rollouts, mean, longest, np.random.default_rng(rollouts))
-    generate_s, drained_s = generation(tokens, gpus, rows)
+    generate_s, last_start_s = generation(tokens, gpus, rows)
     train_s = tokens.sum() / TRAIN_RATE / gpus
     turns_s = generate_s + train_s + SWITCH_S
 
@@ -95,7 +95,7 @@ def measure(gpus: int, rollouts: int, mean: float, longest: int, rows: int) -> d
     return {
         "rollouts": rollouts,
         "generate_s": generate_s,
-        "tail": 1 - drained_s / generate_s,
+        "tail": 1 - last_start_s / generate_s,
         "train_s": train_s,
         "turns_s": turns_s,
         "engines": engines,

@@ -20,7 +20,7 @@ constexpr int kPartLanes = 4, kRegisters = 32;
 constexpr int kPartLanes = 4, kRegisters = 16;
 #endif
 
-constexpr int64_t kWide = 16;
+constexpr int64_t kWide = 16;  // floats in a Wide
 constexpr int kParts = kWide / kPartLanes;
 constexpr int kHeld = kRegisters * 3 / 4 / kParts;  // sums in registers; the rest of the registers holds their operands
 

@@ -36,7 +36,7 @@ void copy_row(const float* from, int64_t stride, int64_t count, float* to) {
   std::memcpy(to, from, count * sizeof(float));
 }
 
-// Pack `columns` of b's block [depth, ...] row by row, kTileColumns elements per row; zeros fill the last wide.
+// Pack `columns` of b's block [depth, ...] row by row, kTileColumns elements per row; zeros pad to a multiple of kWide.
 void pack_panel(Matrix<float> b, int64_t depth, int64_t columns, float* to) {
   if (b.column == 1) {
     for (int64_t i = 0; i < depth; ++i) copy_row(b.data + i * b.row, b.row, columns, to + i * kTileColumns);
@@ -68,7 +68,7 @@ void multiply_panel(
       multiply(a.from(r, 0), count, panel, kTileColumns, wides, depth, to, ld, accumulate, ahead);
       continue;
     }
-    float tile[kTileRows * kTileColumns] = {};  // out has no room for whole wides
+    float tile[kTileRows * kTileColumns] = {};  // out has no room for the padding to a multiple of kWide
     for (int64_t i = 0; accumulate && i < count; ++i) std::copy_n(to + i * ld, columns, tile + i * kTileColumns);
     multiply(a.from(r, 0), count, panel, kTileColumns, wides, depth, tile, kTileColumns, accumulate, ahead);
     for (int64_t i = 0; i < count; ++i) std::copy_n(tile + i * kTileColumns, columns, to + i * ld);

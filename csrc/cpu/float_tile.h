@@ -64,7 +64,7 @@ constexpr std::array<MultiplyTile, sizeof...(I)> multiply_tiles(std::index_seque
   return {multiply_tile<I / kTileWides + 1, I % kTileWides + 1>...};
 }
 
-// Up to kTileRows rows and kTileWides wides.
+// Multiply up to kTileRows rows by up to kTileWides vectors of kWide columns. wides: the number of these vectors.
 inline void multiply(
     Rows a, int64_t rows, const float* b, int64_t ld_b, int64_t wides, int64_t k, float* out, int64_t ld,
     bool accumulate, int64_t ahead = 0) {

@@ -103,7 +103,7 @@ def _eurus(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
         scripts = [{"input": _text(i), "output": _text(o)} for i, o in pairs]
         return {"answer": None, "metadata": {"tests": scripts, "prelude": PRELUDE}}
 
-    # Calls are JSON with one argument per line or, as in APPS, lists in which an expected value is a list of one.
+    # A call is a list of arguments, with its expected value in a list (APPS), or text with one JSON argument per line.
     in_lists = all(isinstance(i, list) and isinstance(o, list) and len(o) == 1 for i, o in pairs)
     calls = [
         {"args": arguments, "expected": expected[0]}

@@ -28,7 +28,7 @@ from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
 SUMMARY = "summary.json"
 MAX_POINTS = 400  # of a curve; in longer runs each point is the mean of several steps
-MAX_MOMENTS = 400  # whose groups are read for curves, at even distances
+MAX_MOMENTS = 400  # A curve over more recorded steps reads the groups of this many, evenly spaced.
 MAX_COUNTED_SAMPLES = 16  # The histogram counts up to this many samples one by one, and more in tenths.
 TENTHS = ["none", *(f"{10 * i}-{10 * i + 10}%" for i in range(10)), "all"]
 
@@ -45,7 +45,7 @@ class RecordedRun:
     summary: Row  # summary.json; {} until the run has ended
     config: Mapping[str, Any]  # section -> key -> value; {} if it is not recorded
     starts: list[Row]  # of run.json
-    moments: list[LogEntry]  # whose rollouts are recorded
+    moments: list[LogEntry]  # the steps and evaluations with recorded rollouts
     _groups: dict[LogEntry, pa.Table] = field(default_factory=dict)  # cache of `groups`
 
     @property

@@ -45,7 +45,7 @@ def test_lengths():
 
 
 def test_matrix_weights_are_those_of_transformers():
-    """Compare with all parameters of transformers' model except norms, biases and the embedding; a tied head counts."""
+    """Compare with the matrices of transformers' model, in which the head and the embedding are one parameter."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = bench_common.MODELS["t4"]

@@ -93,8 +93,8 @@ def test_regressions_of_the_same_gpu_end_the_command(changes, expected, tmp_path
     assert json.loads((tmp_path / "baseline.json").read_text())["NVIDIA Y"] == {"a: ms": 0.1}
 
 
-# One stage of each kind, without `step`, whose runs `resume` makes too, and without `lost_rank`, because
-# e2e/test_resume.py also kills and stops ranks. `quickstart` uses the model of another stage.
+# One stage of each kind except `step`, because `resume` runs steps too, and `lost_rank`, because e2e/test_resume.py
+# kills and stops ranks too. `quickstart` uses the model of another stage.
 DRY = ("engine_135m", "loss_1.5b", "tokens", "resume", "update_shared", "update_te_shared", "profile_135m", "trl")
 DRY += ("vllm", "trtllm_tp2", "nccl", "quickstart")
 
@@ -103,7 +103,7 @@ DRY += ("vllm", "trtllm_tp2", "nccl", "quickstart")
 def test_stages_run_in_the_dry_mode(tmp_path, monkeypatch):
     """Run stages on a CPU, with the fakes of tests/contract in place of TensorRT-LLM.
 
-    Stages run in this process, and fork their training runs. `update` and `profile`, which set up Megatron, do not.
+    Stages run in this process and fork their training runs. `update` and `profile` set up Megatron in a new process.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "contract" / "double"))
     monkeypatch.setenv("MODEL", str(tmp_path / "t4"))  # another stage writes it

@@ -1,4 +1,4 @@
-"""The address on which rank 0 listens, and the interface for gloo."""
+"""The address on which rank 0 listens, and the interface for gloo. LOCAL_WORLD_SIZE=0 simulates other machines."""
 
 from __future__ import annotations
 
