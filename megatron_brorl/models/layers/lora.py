@@ -117,12 +117,6 @@ class Adapted(torch.nn.Module):
         super().__init__(*args, **kwargs)
         self.lora = None
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, in] -> [T, 1, out], one of them divided by tp, and the bias if Megatron adds it later."""
-        out, bias = super().forward(x, *args, **kwargs)
-        a = self.stacked_a()
-        return self.with_adapters(out, None if a is None else linear(x, a)), bias
-
     def stacked_a(self) -> Tensor | None:
         """Return all a as Adapters.a does, or None without adapters."""
         return None if self.lora is None else self.lora.a()
@@ -157,6 +151,12 @@ class ColumnAdapted(Adapted):
 class RowAdapted(Adapted):
     """A row-parallel layer: every rank has its own columns of a and all of b."""
 
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, in/tp] -> [T, 1, H], and no bias."""
+        out, bias = super().forward(x)
+        a = self.stacked_a()
+        return self.with_adapters(out, None if a is None else linear(x, a)), bias
+
     def over_ranks(self, down: Tensor) -> Tensor:
         """Return the sum of `down` over ranks. Fused layers also sum the parts of the layer's result with it."""
         if self.sequence_parallel:
@@ -166,6 +166,12 @@ class RowAdapted(Adapted):
 
 class ColumnLinear(ColumnAdapted, ColumnParallelLinear):
     """ColumnParallelLinear with adapters, if any."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, in] -> [T, 1, out/tp] and the bias, if Megatron adds it later."""
+        out, bias = super().forward(x, *args, **kwargs)
+        a = self.stacked_a()
+        return self.with_adapters(out, None if a is None else linear(x, a)), bias
 
 
 class RowLinear(RowAdapted, RowParallelLinear):
