@@ -131,9 +131,10 @@ def date_variables(template: str, date: datetime.date) -> dict[str, Any]:
 
 
 def plain_ids(messages: Sequence[Message], encode: Callable[[str], list[int]], eos_id: int) -> list[int]:
-    """Return the ids of messages without a chat template: results of tools in tags, and all other texts as they are.
+    """Return the ids of the concatenated texts of messages, for models without a chat template.
 
-    A turn of the assistant ends with </call> or with the EOS token.
+    The result of a tool is put between <result> tags. If the last turn is the assistant's and does not end with
+    </call>, the EOS token follows.
     """
     texts = [f"<result>{m['content']}</result>" if m["role"] == "tool" else m["content"] for m in messages]
     is_open = messages[-1]["role"] == "assistant" and not texts[-1].endswith(CALL_END)

@@ -215,8 +215,8 @@ def add_adapters(actor: Any, lora: LoraConfig, seed: int) -> None:
 
 def _rows(weight: WeightEntry, target: str, shape: ModelShape, grid: Grid) -> Tensor:
     """Return the rows of this rank's part of a weight that belong to a target, in ascending order."""
-    # Split stand-ins for the Hugging Face tensors, with a column per rank, whose values are the index of the tensor.
-    stand_ins = [torch.full((rows, grid.tp_size), i) for i, (rows, _) in enumerate(weight.hf_shapes)]
-    local = to_local(weight, stand_ins, shape.kv_heads, grid.tp_rank, grid.tp_size)
+    # Fill each Hugging Face tensor with its index. After the split, a row's value names the tensor that it came from.
+    indices = [torch.full((rows, grid.tp_size), i) for i, (rows, _) in enumerate(weight.hf_shapes)]
+    local = to_local(weight, indices, shape.kv_heads, grid.tp_rank, grid.tp_size)
     targets = [name.split(".")[-2] for name in weight.hf]
     return (local[:, 0] == targets.index(target)).nonzero().squeeze(1)
