@@ -48,7 +48,7 @@ def scripts(wire: Wire, job: dict[str, Any]) -> None:
     gc.freeze()  # The garbage collection at a script's end then skips the objects that exist now.
     while code and (line := wire.read()) is not None:
         fork = Fork(job, codec.parse(line)["stdin"].encode("utf-8", "surrogatepass"))
-        # The result of a script is its exit code and its output. There is no return value, so send null.
+        # A script returns no value, so `result` is null. Its exit code and output are in the other fields.
         wire.write(fork.run(functools.partial(_run_script, code)) | {"result": "null"})
 
 
