@@ -143,7 +143,8 @@ def test_a_hanging_rank_is_named_and_the_run_can_be_resumed(config, init, tmp_pa
     assert result.returncode == 1, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("brorl: ")]
     assert line.startswith("brorl: rank 0: waited for rank 1: dead or too slow")
-    assert all(f"in {name}" in result.stderr for name in ("never_ends", "make_experience"))
+    assert "in never_ends" in result.stderr
+    assert "in make_experience" in result.stderr
 
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
     assert folders.find_damage(saved) == ""
