@@ -29,7 +29,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -194,7 +194,8 @@ class Study:
 
     def _make_all(self, runs: Iterable[Run]) -> None:
         with ThreadPoolExecutor(self.jobs) as pool:
-            for result in [pool.submit(self._make, run) for run in runs]:
+            # In the order of completion, so that a failure starts no more runs.
+            for result in as_completed([pool.submit(self._make, run) for run in runs]):
                 try:
                     result.result()
                 except BaseException:

@@ -49,19 +49,13 @@ class Finding:
 
 def doctor(args: argparse.Namespace) -> int:
     """Print all checks, and the memory plan of a configuration if there is one. Returns 1 if no run could start."""
-    lines, status = report(examine())
+    lines, status = report([*(check() for check in CHECKS), *map(_installed_engine, ENGINES.values())])
     print("\n".join(lines))
     if args.config:
         from megatron_brorl.cli.memory_plan import plan_for_doctor
 
         print("\n".join(plan_for_doctor(args)))
     return status
-
-
-def examine() -> list[Finding]:
-    """Return the results of all checks of this machine."""
-    engines = [_installed_engine(kind) for kind in ENGINES.values()]
-    return [*(check() for check in CHECKS), *engines]
 
 
 def report(findings: list[Finding]) -> tuple[list[str], int]:

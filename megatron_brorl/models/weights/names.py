@@ -14,7 +14,7 @@ from megatron_brorl.models.weights.layouts import WeightEntry
 
 
 def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[WeightEntry]:
-    """Return every parameter once, with the pipeline stage that owns it, in the order in which weights are sent.
+    """Return every parameter once, with the pipeline stage that owns it, in the order of the model.
 
     te_names: whether norms have the names that Transformer Engine gives them.
     """

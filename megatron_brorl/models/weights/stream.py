@@ -49,7 +49,9 @@ def _groups(entries: Sequence[WeightEntry], expert_ranks: int) -> Iterator[list[
         if is_expert:
             size = expert_ranks
             per_rank = len({entry.expert for entry in run}) // size
-            run.sort(key=lambda entry: (entry.expert or 0) % per_rank)  # stable: keeps the order of ranks
+            # `run` has one kind of matrix after the other, each of all experts. The sort is stable, so it keeps ranks
+            # in their order and the kinds apart.
+            run.sort(key=lambda entry: (entry.expert or 0) % per_rank)
         yield from (run[i : i + size] for i in range(0, len(run), size))
 
 

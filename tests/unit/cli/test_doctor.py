@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -28,8 +29,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def test_this_machine_passes_and_problems_are_marked():
-    lines, status = preflight.report(preflight.examine())
-    assert status == 0, lines
+    assert preflight.doctor(Namespace(config=None)) == 0
     problems = [Finding("a", "1"), Finding("b", "2", "fix it"), Finding("c", "3", "get it", False)]
     lines, status = preflight.report(problems)
     assert status == 1
