@@ -174,7 +174,8 @@ def largest_micro_batch(config: Config, machines: Machines, prompts: PromptSizes
         return limit
     parallel, rollout = config.parallel, config.rollout
     replicas = machines.ranks // (parallel.tensor * parallel.pipeline * parallel.context)
-    rows = math.ceil(rollout.prompts * rollout.n / (config.algo.mini_batches * replicas))
+    trained = rollout.prompts * (config.algo.train_on or rollout.n)
+    rows = math.ceil(trained / (config.algo.mini_batches * replicas))
     prefixes = min(rows, rollout.prompts) if config.train.share_prompt else rows
     return min(limit, rows * rollout.max_tokens + prefixes * prompts.longest)
 

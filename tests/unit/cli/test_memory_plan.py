@@ -132,9 +132,9 @@ def test_a_rank_on_a_cpu_has_the_engine_in_the_same_process():
     weights = 30 * layer + embedding + 576
     assert weights == 134_515_008
 
-    def parts_of(**rollout):
+    def parts_of(train_on=0, **rollout):
         keys = {"prompts": 4, "max_tokens": 6, **rollout}
-        config = load_table({"rollout": keys, "algo": {"mini_batches": 4}}, "test", ())
+        config = load_table({"rollout": keys, "algo": {"mini_batches": 4, "train_on": train_on}}, "test", ())
         plan = memory.plan_stage(config, shape, memory.Machines(1, 1, 0), prompts=memory.PromptSizes(49, 250))
         for parts in (plan.training, plan.generation):
             assert sum(parts.values()) == 2**29 + int(1.2 * sum(list(parts.values())[:-2]))
@@ -157,6 +157,8 @@ def test_a_rank_on_a_cpu_has_the_engine_in_the_same_process():
     training, generation = parts_of(n=128, kv_cache_mib=100)
     assert training["activations (estimate)"] == 4 * (128 * 6 + 4 * 49) * per_token
     assert generation["keys and values"] == 100 * 2**20
+    training, _ = parts_of(n=512, train_on=128)
+    assert training["activations (estimate)"] == 4 * (128 * 6 + 4 * 49) * per_token
 
 
 def test_ranks_on_cpus_must_fit_the_memory_of_their_node():
