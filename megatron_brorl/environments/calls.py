@@ -91,7 +91,8 @@ def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call
 def keyword_arguments(call: Call, tool: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments of a call by name. Raises MalformedCall.
 
-    tool: the function of the class, whose first parameter is the object. A text for another type hint is read as JSON.
+    tool: the function of the class, whose first parameter is the object. Values that are texts (Call.texts) are read as
+    JSON if the type hint of the parameter does not accept a text.
     """
     raw = call.arguments
     _, *parameters = inspect.signature(tool).parameters

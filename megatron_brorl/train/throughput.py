@@ -93,8 +93,8 @@ def waiting(ranks: Columns) -> dict[str, float]:
 def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dict[str, float]:
     """Return response tokens per second and device, TFLOP/s per device, and its share of the peak (MFU).
 
-    Seconds are those of the slowest rank. Generation counts as no operations, so throughput/mfu is the share of the
-    step's time that passes of training and scoring would take at the peak.
+    Seconds are those of the slowest rank. throughput/mfu counts only the operations of forward and backward passes, not
+    those of generation, but the seconds of the whole step.
     """
     devices = len(ranks["wall_step"])
     sampled = ranks["sampled_tokens"].sum()

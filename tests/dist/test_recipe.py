@@ -62,7 +62,7 @@ def unmoved(
 def reference_follows(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], root: str
 ) -> dict[str, Any]:
-    """Take two steps; return the log-probs of actor and reference then, after a reset, and after a checkpoint."""
+    """Take two steps, load their checkpoint, reset the reference, take a step; return log-probs and metrics."""
     changes = changes | {"run": {"seed": 3, "dir": root}}
     trainer = trainer_of(directory, parallel, changes)
     rows = ([torch.tensor([5, 6, 7]), torch.tensor([9, 4])], [torch.tensor([8, 9, 2]), torch.tensor([3])])
@@ -127,7 +127,7 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), DIVIDED])
 def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, size, parallel):
-    changes = SMALL | {"algo": {"kl_coef": 0.1}, "reference": {"reset_every": 7}}
+    changes = SMALL | {"algo": {"kl_coef": 0.1}, "reference": {"reset_every": 7}}  # no reset by itself
     for record in worlds(size).run("test_recipe:reference_follows", directory, parallel, changes, str(tmp_path)):
 
         def flat(when, policy, record=record):
@@ -143,7 +143,7 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
         assert torch.equal(flat("restored", "reference"), flat("moved", "reference"))
         assert torch.equal(flat("reset", "reference"), flat("moved", "actor"))
         assert record["stepped"]
-        # One update per step: the weights are equal before the first one; the reference is reset before the third.
+        # The weights are equal before the first step, and reference_follows resets the reference before the third.
         first, second, third = (row["reference_kl"] for row in record["metrics"])
         assert (first, third) == pytest.approx((0, 0))
         assert second > 1e-8

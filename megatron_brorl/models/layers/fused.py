@@ -83,7 +83,7 @@ class FusedSwiGluLinear(FusedRowLinear):
     """FusedRowLinear of silu(gate) * up [..., K], given gate_up [..., 2 K]."""
 
     def products(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return FusedRowLinear.products of silu(gate) * up."""
+        """Return this rank's products of silu(gate) * up and the weight, and of it and the adapters' a."""
         return ops.swiglu_linear(x, self.weight, self.stacked_a())
 
 

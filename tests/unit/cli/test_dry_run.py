@@ -54,8 +54,8 @@ def folder(tmp_path, monkeypatch):
 def state(folder: Path) -> dict[str, str]:
     """Return hash and modification time of every file and folder."""
     paths = sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts)
-    read = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in paths}
-    return {str(p.relative_to(folder)): f"{text} {p.stat().st_mtime_ns}" for p, text in read.items()}
+    hashes = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in paths}
+    return {str(p.relative_to(folder)): f"{text} {p.stat().st_mtime_ns}" for p, text in hashes.items()}
 
 
 def dry_run(capfd, *overrides: str, contains: str = "") -> tuple[int, list[str], str]:
@@ -84,8 +84,8 @@ def test_an_existing_checkpoint_is_checked_and_not_changed(folder, capfd):
     assert run_folder.checkpoint_bytes(load("run.toml"), read_shape("model")) == 12 * parameters
     size = sum(p.stat().st_size for p in (folder / "run" / "checkpoints").glob("step_*/*.distcp"))
     assert 12 * parameters <= size < 1.5 * 12 * parameters
-    kept = load("run.toml", ["algo.kl_coef=0.1", "model.dtype=bf16"])
-    assert run_folder.checkpoint_bytes(kept, read_shape("model")) == (2 + 12 + 2) * parameters
+    with_reference = load("run.toml", ["algo.kl_coef=0.1", "model.dtype=bf16"])
+    assert run_folder.checkpoint_bytes(with_reference, read_shape("model")) == (2 + 12 + 2) * parameters
 
     assert dry_run(capfd, "train.steps=2") == (0, NAMES, "")
     changes = "changed since that checkpoint: optim.lr = 1e-06 -> 0.001, train.steps = 1 -> 2"
@@ -177,10 +177,10 @@ def test_too_little_disk_or_memory_is_refused_before_the_run(folder, capfd, monk
 def test_dry_run_with_two_ranks(folder, capfd):
     before = state(folder)
     config = str(folder / "run.toml")
-    done = forks.command_line(["train", "--processes", "2", config, "--dry-run"], ENVIRONMENT, folder)
-    assert (done.returncode, "brorl: " in done.stderr) == (0, False), done.stderr
-    assert [x.split()[1] for x in done.stdout.splitlines() if x.startswith("  ok")] == NAMES
-    assert "2: 2 copies of the model" in done.stdout
+    result = forks.command_line(["train", "--processes", "2", config, "--dry-run"], ENVIRONMENT, folder)
+    assert (result.returncode, "brorl: " in result.stderr) == (0, False), result.stderr
+    assert [x.split()[1] for x in result.stdout.splitlines() if x.startswith("  ok")] == NAMES
+    assert "2: 2 copies of the model" in result.stdout
     assert state(folder) == before
 
 
@@ -204,8 +204,8 @@ def test_an_own_reward_or_environment_is_tried_on_texts(folder, capfd, name, cod
     parts = dict.fromkeys(("reset", "step", "reward", "score"), "0") | {name: code}
     (folder / "own.py").write_text(OWN.format(**parts))
     key = "data.verifier=own.py:score" if name == "score" else "environment.factory=own.py:Words"
-    code, _, err = dry_run(capfd, key, "reward.correct_at=0")
-    assert (code, err.count("\n")) == (status, 1)
+    exit_code, _, err = dry_run(capfd, key, "reward.correct_at=0")
+    assert (exit_code, err.count("\n")) == (status, 1)
     assert all(word in err for word in words.split("|")), err
 
 
@@ -219,12 +219,12 @@ def test_an_own_reward_or_environment_is_tried_on_texts(folder, capfd, name, cod
 )
 def test_a_memory_limit_is_part_of_the_plan(folder, capfd, monkeypatch, kind, names, ulimit, total, free, reason):
     """The parent cgroup is limited to 200 MiB, and uses 90, 10 of them for cached files. This process has 3,072."""
-    own = SimpleNamespace(vms=3072 << 20, rss=100 << 20)
-    for place, value in {
+    process = SimpleNamespace(vms=3072 << 20, rss=100 << 20)
+    for name, value in {
         "resource.getrlimit": (ulimit,),
-        "psutil.Process": SimpleNamespace(memory_info=lambda: own),
+        "psutil.Process": SimpleNamespace(memory_info=lambda: process),
     }.items():
-        monkeypatch.setattr(place, lambda *_, value=value: value)
+        monkeypatch.setattr(name, lambda *_, value=value: value)
     monkeypatch.setattr(pages, "PROCESS", folder)
     monkeypatch.setattr(pages, "CGROUPS", folder / "sys")
     (folder / "cgroup").write_text(f"1:cpu:/\n0:{kind}:/a/b\n")

@@ -194,13 +194,13 @@ def test_ranks_and_their_children_end_if_the_launcher_is_killed(tmp_path: Path, 
     ],
 )
 def test_the_exit_code_summarises_all_ranks(codes: tuple[int | None, ...], expected: int, line: str) -> None:
-    end = f"""
+    program = f"""
 import os, sys, time
 code = {codes!r}[int(os.environ["RANK"])]
 time.sleep(600) if code is None else os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 """
-    done = subprocess.run([*START, "-c", end], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.strip()) == (expected, line)
+    result = subprocess.run([*START, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr.strip()) == (expected, line)
 
 
 @pytest.mark.parametrize(("imported", "command"), [("pydantic", "metrics"), ("torch", "generate . 7-2")])

@@ -34,9 +34,10 @@ def test_the_summary_shows_missing_evaluations_and_findings(tmp_path, capsys):
     assert "best     after 12 steps, pass@k 0.5312: checkpoints/best" in lines
 
     for when, mean in (("before", 0.0625), ("after", 0.75)):
-        p = {"mean": mean, "low": 0.03125, "high": 0.8125}
-        results = {"pass_at_1": p, "mean_reward": p, "pass_at_k": {"1": mean}, "by_task": {"gcd": p, "with\ncarry": p}}
-        summary |= {when: results, f"pass_at_1_{when}": p, f"mean_reward_{when}": p}
+        interval = {"mean": mean, "low": 0.03125, "high": 0.8125}
+        results = {"pass_at_1": interval, "mean_reward": interval, "pass_at_k": {"1": mean}}
+        results |= {"by_task": {"gcd": interval, "with\ncarry": interval}}
+        summary |= {when: results, f"pass_at_1_{when}": interval, f"mean_reward_{when}": interval}
     write_json(tmp_path / "summary.json", summary)
     show(tmp_path, "page")
     assert "  with carry  6.2% (3.1 to 81.2) -> 75.0% (3.1 to 81.2)" in capsys.readouterr().out.splitlines()

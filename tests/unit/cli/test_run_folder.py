@@ -39,13 +39,13 @@ FREE = {
 }
 
 
-def of(table):
+def fingerprint_of(table):
     return fingerprint(load_table(table, "the table"), SHAPE, {}, INPUTS)
 
 
 def changes(before, after):
     """Return the changes between two configurations, with the first one stored as JSON as in a checkpoint."""
-    return check_fingerprint(json.loads(json.dumps(of(before))), of(after), WHERE)
+    return check_fingerprint(json.loads(json.dumps(fingerprint_of(before))), fingerprint_of(after), WHERE)
 
 
 def test_every_key_is_fixed_or_may_change():
@@ -135,7 +135,7 @@ def test_an_algorithm_may_become_a_function_of_the_user():
 
 
 def test_a_changed_file_of_a_function_is_refused_unless_it_is_accepted():
-    before, now = (fingerprint(Config(), SHAPE, {"mine.py:score": x * 64}, INPUTS) for x in "ab")
+    before, now = (fingerprint(Config(), SHAPE, {"mine.py:score": digit * 64}, INPUTS) for digit in "ab")
     assert check_fingerprint(before, before, WHERE) == {}
     assert check_fingerprint(before, now, WHERE, True) == {"own_functions.mine.py:score": ("a" * 64, "b" * 64)}
     version = r"another version of mine\.py:score \(sha256 aaaaaaaaaaaa, now bbbbbbbbbbbb\)"
@@ -144,16 +144,16 @@ def test_a_changed_file_of_a_function_is_refused_unless_it_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("key", "place"), [("tokenizer", r"tokenizer files in model\.path"), ("train", r"rows of data\.train")]
+    ("key", "name"), [("tokenizer", r"tokenizer files in model\.path"), ("train", r"rows of data\.train")]
 )
-def test_changed_data_or_tokenizer_is_refused(key, place):
+def test_changed_data_or_tokenizer_is_refused(key, name):
     before = fingerprint(Config(), SHAPE, {}, {**INPUTS, key: "d" * 64})
-    with pytest.raises(UserError, match=place + r" \(sha256 dddddddddddd, now "):
-        check_fingerprint(before, of({}), WHERE)
+    with pytest.raises(UserError, match=name + r" \(sha256 dddddddddddd, now "):
+        check_fingerprint(before, fingerprint_of({}), WHERE)
 
 
 def test_a_checkpoint_without_a_key_is_refused():
-    before = of({})
+    before = fingerprint_of({})
     del before["optim"]["lr_schedule"]
     with pytest.raises(UserError, match=r'optim\.lr_schedule = null, now "constant"'):
-        check_fingerprint(before, of({}), WHERE)
+        check_fingerprint(before, fingerprint_of({}), WHERE)

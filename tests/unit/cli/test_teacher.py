@@ -17,7 +17,7 @@ SIZES = {"vocab_size": 320, "num_hidden_layers": 3, "max_position_embeddings": 4
 
 
 @pytest.mark.parametrize(
-    ("sizes", "token", "overrides", "place"),
+    ("sizes", "token", "overrides", "message"),
     [
         ({}, "<|user|>", [], ""),  # another family and shape, with a padded vocabulary
         ({}, "<|human|>", [], "its tokenizer is not that of model.path: '<|human|>' is no token here"),
@@ -27,16 +27,16 @@ SIZES = {"vocab_size": 320, "num_hidden_layers": 3, "max_position_embeddings": 4
         ({}, "<|user|>", ["parallel.pipeline=2"], "parallel.pipeline = 2 does not divide num_hidden_layers = 3"),
     ],
 )
-def test_the_first_problem_is_reported(tmp_path, monkeypatch, sizes, token, overrides, place):
+def test_the_first_problem_is_reported(tmp_path, monkeypatch, sizes, token, overrides, message):
     monkeypatch.chdir(tmp_path)
     tiny.make_model(tmp_path / "teacher", "llama", False, **{**SIZES, **sizes})
     path = make_hf(tmp_path / "teacher") / "tokenizer.json"
     path.write_text(path.read_text().replace("<|user|>", token))
-    on = ["teacher.path=teacher", "algo.distill_coef=1", "algo.dynamic_sampling=false"]
-    config = load_table({}, "run.toml", [*on, *overrides])
+    distillation = ["teacher.path=teacher", "algo.distill_coef=1", "algo.dynamic_sampling=false"]
+    config = load_table({}, "run.toml", [*distillation, *overrides])
     student = load_tokenizer(make_hf(tmp_path / "student"))
-    if not place:
+    if not message:
         assert check_teacher(config, student, 40).vocab == 320
         return
-    with pytest.raises(UserError, match=f"^teacher.path = teacher: {re.escape(place)}"):
+    with pytest.raises(UserError, match=f"^teacher.path = teacher: {re.escape(message)}"):
         check_teacher(config, student, 40)

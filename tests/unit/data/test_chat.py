@@ -125,9 +125,9 @@ def test_turns_for_supervised_training_are_those_of_transformers(tmp_path, text)
     mask = [0] * len(prompt) + trained + [0]
     expected_mask = [0] * begin + whole["assistant_masks"][begin:]
     assert (ids, mask) == (whole["input_ids"], expected_mask) or text != "77"
-    for own in (0, 1):
+    for mask_value in (0, 1):
         pairs = ((ids, mask), (whole["input_ids"], expected_mask))
-        tokens, expected = ([i for i, m in zip(*pair, strict=True) if m == own] for pair in pairs)
+        tokens, expected = ([i for i, m in zip(*pair, strict=True) if m == mask_value] for pair in pairs)
         assert library.decode(tokens) == library.decode(expected).replace("77", text)
         assert [i for i in tokens if i < 4] == [i for i in expected if i < 4]  # control tokens
 

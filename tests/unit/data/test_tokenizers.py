@@ -156,8 +156,9 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(tmp_path):
         size = tokenizer.vocab_size
         for text in ("12 + 7", "naïve é", "", "🙂 x"):
             ids = tokenizer.encode(text)
-            for place in range(len(ids) + 1):
-                assert tokenizer.decode([*ids[:place], size, size + 63, 10**6, *ids[place:]]) == text
+            for position in range(len(ids) + 1):
+                with_unknown = [*ids[:position], size, size + 63, 10**6, *ids[position:]]
+                assert tokenizer.decode(with_unknown) == text
 
 
 def test_an_unk_token_that_is_also_eos_does_not_mark_unknown_text(tmp_path):
