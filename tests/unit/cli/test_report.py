@@ -38,7 +38,7 @@ def test_the_summary_shows_missing_evaluations_and_findings(tmp_path, capsys):
         results = {"pass_at_1": p, "mean_reward": p, "pass_at_k": {"1": mean}, "by_task": {"gcd": p, "with\ncarry": p}}
         summary |= {when: results, f"pass_at_1_{when}": p, f"mean_reward_{when}": p}
     write_json(tmp_path / "summary.json", summary)
-    show(tmp_path, "page")
+    show(tmp_path, page="page")
     assert "  with carry  6.2% (3.1 to 81.2) -> 75.0% (3.1 to 81.2)" in capsys.readouterr().out.splitlines()
 
 

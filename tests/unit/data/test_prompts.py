@@ -107,13 +107,13 @@ def row(prompt: str) -> Row:
 def test_prompts_that_cannot_be_used_are_errors(tokenizer):
     length = len(tokenizer.encode("12+34"))
     assert len(tokenize([row("12+34")], tokenizer, DataConfig(), length)) == 1
-    for text, config, most, named in (
+    for text, config, limit, named in (
         ("12+34", DataConfig(), length - 1, rf"{length} tokens, but at most {length - 1} .*raise model\.context"),
         ("1+ü", DataConfig(), 100, "characters that the tokenizer does not know"),
         ("1+1", DataConfig(chat=True), 100, "no chat template"),
     ):
         with pytest.raises(UserError, match=rf"^f\.jsonl:7: .*{named}"):
-            tokenize([row(text)], tokenizer, config, most)
+            tokenize([row(text)], tokenizer, config, limit)
 
 
 @pytest.fixture
