@@ -30,7 +30,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 def test_this_machine_passes_and_problems_are_marked():
     assert preflight.doctor(Namespace(config=None)) == 0
-    problems = [Finding("a", "1"), Finding("b", "2", "fix it"), Finding("c", "3", "get it", False)]
+    problems = [Finding("a", "1"), Finding("b", "2", "fix it"), Finding("c", "3", "get it", stops=False)]
     lines, status = preflight.report(problems)
     assert status == 1
     assert [line.split() for line in lines] == [

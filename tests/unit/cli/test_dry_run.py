@@ -145,7 +145,7 @@ VLLM = ["rollout.engine=vllm", "engine.python=./python"]
     ("fault", "overrides", "last", "parts"),
     [
         (no_tokenizer, [], "", ["tokenizer.json"]),
-        (Path.exists, ["parallel.tensor=2"], "data", ["parallel.tensor"]),
+        (lambda _: None, ["parallel.tensor=2"], "data", ["parallel.tensor"]),
         (not_finite, [], "reward", ["not finite"]),
         (raising, RAISING, "engine", ["'own.py:score'", "row rows.jsonl:1: broken: NameError"]),
         (old_engine, VLLM, "checkpoint", ["engine.python = ./python: vLLM 0.31.2", "install 0.32 or newer"]),

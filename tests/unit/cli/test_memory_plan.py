@@ -97,7 +97,7 @@ def test_tensor_and_pipeline_parallelism_with_zero_1():
     }
     assert (plan.offloaded, plan.kv_per_token) == (0, 14 * 1024)
     last = plan_of(16, stage=1, **changes).training
-    assert last["weights"] == 2 * (first + 1536)  # and the last norm
+    assert last["weights"] == 2 * (first + 1536)  # the last stage also has the last norm
     assert last["activations (estimate)"] == 1000 * 2 * 14 * whole
 
 
@@ -179,10 +179,10 @@ def test_ranks_on_cpus_must_fit_the_memory_of_their_node():
     plan = plan_with(kv_cache_mib=40 * 1024)
     assert plan.generation["keys and values"] == 40 * 2**30
     need = 2 * sum(plan.generation.values())
-    memory.check_plan(plan, machines, need, 2**40, "/dev/shm")
+    memory.check_plan(plan, machines, host=need, shared=2**40, folder="/dev/shm")
     assert any("GiB are free" in line for line in memory.plan_lines(plan, machines))
     with pytest.raises(UserError, match=r"keys and values, 40\.0 GiB of a rank: lower rollout\.kv_cache_mib"):
-        memory.check_plan(plan, machines, need - 1, 2**40, "/dev/shm")
+        memory.check_plan(plan, machines, host=need - 1, shared=2**40, folder="/dev/shm")
 
 
 def test_critic_and_reference_are_included():

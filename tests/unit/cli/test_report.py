@@ -39,7 +39,7 @@ def test_the_summary_shows_missing_evaluations_and_findings(tmp_path, capsys):
         results |= {"by_task": {"gcd": interval, "with\ncarry": interval}}
         summary |= {when: results, f"pass_at_1_{when}": interval, f"mean_reward_{when}": interval}
     write_json(tmp_path / "summary.json", summary)
-    show(tmp_path, "page")
+    show(tmp_path, page="page")
     assert "  with carry  6.2% (3.1 to 81.2) -> 75.0% (3.1 to 81.2)" in capsys.readouterr().out.splitlines()
 
 

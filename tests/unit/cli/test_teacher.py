@@ -29,14 +29,14 @@ SIZES = {"vocab_size": 320, "num_hidden_layers": 3, "max_position_embeddings": 4
 )
 def test_the_first_problem_is_reported(tmp_path, monkeypatch, sizes, token, overrides, message):
     monkeypatch.chdir(tmp_path)
-    tiny.make_model(tmp_path / "teacher", "llama", False, **{**SIZES, **sizes})
+    tiny.make_model(tmp_path / "teacher", "llama", tied=False, **{**SIZES, **sizes})
     path = make_hf(tmp_path / "teacher") / "tokenizer.json"
     path.write_text(path.read_text().replace("<|user|>", token))
     distillation = ["teacher.path=teacher", "algo.distill_coef=1", "algo.dynamic_sampling=false"]
     config = load_table({}, "run.toml", [*distillation, *overrides])
     student = load_tokenizer(make_hf(tmp_path / "student"))
     if not message:
-        assert check_teacher(config, student, 40).vocab == 320
+        assert check_teacher(config, student, context=40).vocab == 320
         return
     with pytest.raises(UserError, match=f"^teacher.path = teacher: {re.escape(message)}"):
-        check_teacher(config, student, 40)
+        check_teacher(config, student, context=40)

@@ -62,7 +62,7 @@ def directory(tmp_path_factory):
 @pytest.mark.parametrize("prompt", ["12 + 7?", TURNS, TURNS[:1]])
 def test_text_and_ids_are_those_of_transformers(directory, system, prompt):
     config = DataConfig(chat=True, system_prompt=system, template="Q: {prompt}!")
-    text, ids = render(prompt, load_tokenizer(directory), config, 100, "here")
+    text, ids = render(prompt, load_tokenizer(directory), config, max_prompt_tokens=100, where="here")
 
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
     messages[-1]["content"] = f"Q: {messages[-1]['content']}!"
@@ -125,9 +125,9 @@ def test_turns_for_supervised_training_are_those_of_transformers(tmp_path, text)
     mask = [0] * len(prompt) + trained + [0]
     expected_mask = [0] * begin + whole["assistant_masks"][begin:]
     assert (ids, mask) == (whole["input_ids"], expected_mask) or text != "77"
-    for mask_value in (0, 1):
+    for is_trained in (0, 1):
         pairs = ((ids, mask), (whole["input_ids"], expected_mask))
-        tokens, expected = ([i for i, m in zip(*pair, strict=True) if m == mask_value] for pair in pairs)
+        tokens, expected = ([i for i, m in zip(*pair, strict=True) if m == is_trained] for pair in pairs)
         assert library.decode(tokens) == library.decode(expected).replace("77", text)
         assert [i for i in tokens if i < 4] == [i for i in expected if i < 4]  # control tokens
 
@@ -142,7 +142,7 @@ def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path, template, 
     def rendered(messages: list[dict[str, Any]], prompt: bool) -> str:
         return str(library.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **variables))
 
-    for messages in (conversation(" two\nlines ")[4:6], TURNS[:1]):
+    for messages in (conversation(" two\nlines ")[4:6], TURNS[:1]):  # two results of tools; a question
         rest = rendered([*TURNS, *TURN, *messages], True).partition("20</s>")[2]
         assert tokenizer.continuation(messages, True, variables) == library(rest).input_ids
         whole = library("</s>" + rest).input_ids  # if a stop string ended the turn before
@@ -171,9 +171,9 @@ def test_turns_without_a_template(tmp_path):
         _, response, trained = read(tmp_path, {"prompt": "3 + 4", "answer": "7", "target": "".join(texts)}, tokenizer)
         assert list(zip(response, trained, strict=True)) == [(i, own) for ids, own in parts for i in ids]
         results = tokenizer.encode("<result>19</result><result>22</result>")
-        assert tokenizer.continuation(conversation("19")[4:6], False) == results
+        assert tokenizer.continuation(conversation("19")[4:6], chat=False) == results
     with pytest.raises(UserError, match="has no chat template"):
-        pieces.continuation(TURN, True)
+        pieces.continuation(TURN, chat=True)
     for target in ("1<result>2", "1</result>2", "1<result>2</result>"):
         with pytest.raises(UserError, match=r"f\.jsonl:1: target: <result>"):
             read(tmp_path, {"prompt": "1", "target": target}, pieces)

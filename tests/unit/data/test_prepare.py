@@ -132,15 +132,15 @@ def test_normalization_keeps_signs():
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_shared_words_by_brute_force(n):
     draw = random.Random(n)
-    texts = ["".join(draw.choices("abcde", k=draw.randrange(0, 9))) for _ in range(160)]
+    texts = ["".join(draw.choices("abcde", k=draw.randrange(0, 9))) for _ in range(160)]  # each letter is a word
     evaluation, training = texts[:12], texts[12:]
     contamination = Contamination(n)
     for i, text in enumerate(evaluation):
         contamination.add(" ".join(text), f"e:{i}")
     for text in training:
         runs = [text[j : j + n] for j in range(len(text) - n + 1)]
-        first = next(((run, i) for run in runs for i, other in enumerate(evaluation) if run in other), None)
-        expected = f"e:{first[1]}: {' '.join(first[0])}" if first else ""
+        matches = [(run, i) for run in runs for i, other in enumerate(evaluation) if run in other]
+        expected = "".join(f"e:{i}: {' '.join(run)}" for run, i in matches[:1])
         if len(text) < n and text in evaluation:
             expected = f"e:{evaluation.index(text)}: = {' '.join(text)}"
         assert contamination.find(" ".join(text)) == expected
@@ -152,5 +152,5 @@ def test_references_of_letters_that_are_text_are_counted(tmp_path, capsys, verif
     source = write(tmp_path / "f.jsonl", [{"q": f"{i}?", "a": answer} for i, answer in enumerate(answers)])
     options = f"--prompt q --answer a --out {tmp_path / 'o.jsonl'} --verifier {verifier}"
     text = output(capsys, "data", "prepare", "custom", source, *options.split())
-    line = "\n  4 rows: verifier math compares letters of the answer as text"
+    line = "\n  4 rows: verifier math compares letters of the answer as text"  # XI, CAB, NE and tea
     assert (line in text) == (verifier == "math")

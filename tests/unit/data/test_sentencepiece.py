@@ -58,7 +58,7 @@ def texts(pieces: list[str]) -> list[str]:
     draw = random.Random(20)
     chosen = ["", " ", "  two", "12 ", "007", "a\n\n b\t", "e\u0301é", "🙂 🙂🏽‍🚀", "</s>", "<s>1</s><pad><unk>"]
     chosen += ["<0x41>", "\u2581\u2581", "\x00\x7f\x85", "\u2028\ufffd"]
-    unicode = [chr(c) for c in (*range(0x80, 0xD800), *range(0xE000, 0x110000))]
+    unicode = [chr(c) for c in (*range(0x80, 0xD800), *range(0xE000, 0x110000))]  # no surrogates
     kinds = [list("0123456789,= +"), list("ab  \n\t"), [chr(c) for c in range(128)], unicode, pieces]
     return chosen + ["".join(draw.choices(kind, k=draw.randint(1, 24))) for kind in kinds for _ in range(150)]
 
@@ -183,7 +183,7 @@ def test_an_unchanged_export_is_loaded_with_sentencepiece(init, tmp_path):
 
 def test_a_conversion_from_megatron_exports_the_tokenizer(tmp_path):
     model = model_around(train(tmp_path / "spm", byte_fallback=True), "qwen2", tmp_path / "in")
-    conversions.to_megatron(model, tmp_path / "megatron", 1, 1)
+    conversions.to_megatron(model, tmp_path / "megatron", tensor=1, pipeline=1)
     conversions.to_hf(tmp_path / "megatron", tmp_path / "out")
     assert_same(tmp_path / "out")
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 2

@@ -240,7 +240,7 @@ def test_the_two_file_formats_of_a_tokenizer_are_equal(tmp_path):
     assert tokenizer_difference(exported, train_sentencepiece([*SUMS, "words"], tmp_path / "other", 600)) != ""
 
 
-EOS = 2  # of the tokenizer
+EOS = 2  # id of the tokenizer's EOS token
 ABSENT = object()
 
 # (eos_token_id of config.json, content of generation_config.json, ids at which transformers stops).
@@ -259,7 +259,7 @@ CASES: dict[str, tuple[Any, dict[str, Any] | None, set[int]]] = {
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("made")
-    tiny.make_model(directory, "llama", True)
+    tiny.make_model(directory, "llama", tied=True)
     train_sentencepiece(["abc", "1+1=2"] * 20, directory, 60)
     return directory
 
