@@ -28,7 +28,7 @@ from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import Episode, Prompt, PromptGroup, Rollout, ScoredRollout, ScoreResult
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(fakes.STOP,))
-GROUPS = make_groups(fakes.prompts(5), 0)
+GROUPS = make_groups(fakes.prompts(5), round=0)
 
 
 def best_by_search(total: int, loads: list[int]) -> list[int]:
@@ -54,9 +54,9 @@ def test_every_rollout_is_sampled_once(ranks, loads):
 def test_rollouts_of_each_prompt_are_split_over_all_ranks(prompts, n, ranks):
     """Every rank gets one run per prompt; run lengths and loads of two ranks differ by at most one."""
     parts = deal(list(product(range(prompts), range(n))), [0] * ranks)
-    for g, part in product(range(prompts), parts):
-        siblings = [s for group, s in part if group == g]
-        assert siblings == list(range(siblings[0], siblings[0] + len(siblings))) if siblings else True
+    for number, part in product(range(prompts), parts):
+        siblings = [sibling for group, sibling in part if group == number]
+        assert not siblings or siblings == list(range(siblings[0], siblings[-1] + 1))
         assert len(siblings) in (n // ranks, -(-n // ranks))
     assert {len(part) for part in parts} <= {prompts * n // ranks, -(-prompts * n // ranks)}
 
@@ -72,23 +72,23 @@ def test_groups_of_unequal_size_are_split_evenly():
 
 
 def test_requests_are_runs_of_consecutive_rollouts():
-    groups = [PromptGroup(p, step, 0) for step, p in enumerate(fakes.prompts(3))]
+    groups = [PromptGroup(p, round=number, index=0) for number, p in enumerate(fakes.prompts(3))]
     slots = [(0, 3), (0, 40), (0, 41), (1, 42), (1, 43), (2, 0)]
     begun = {slot: Rollout(slot[1], torch.arange(3), torch.zeros(3), "cut", ((0, 3),)) for slot in slots[:3]}
     step_requests, numbers = requests(slots, groups, begun, seed=5)
     assert numbers == [0, 0, 1, 2]
     assert [(r.first, r.n) for r in step_requests] == [(3, 1), (40, 2), (42, 2), (0, 1)]
     assert [r.prompt.id for r in step_requests] == ["p/0", "p/0", "p/1", "p/2"]
-    assert [r.key for r in step_requests] == [stream_key(5, step, f"p/{step}") for step in (0, 0, 1, 2)]
+    assert [r.key for r in step_requests] == [stream_key(5, number, f"p/{number}") for number in (0, 0, 1, 2)]
     assert [[b.index for b in r.begun] for r in step_requests] == [[3], [40, 41], [], []]
 
 
 def plain(row):
-    """Return all of a row except its reward, with lists for tensors."""
-    parts = [row.rollout, row.rollout.episode, row.score]
-    fields = [dict(vars(part)) if part else {} for part in parts]
-    values = {k: v.tolist() if isinstance(v, torch.Tensor) else v for part in fields for k, v in part.items()}
-    return row.group, row.answer, row.right, {k: v for k, v in values.items() if k != "episode"}
+    """Return all fields of a row except its reward, with lists for tensors."""
+    owners = [row.rollout, row.rollout.episode, row.score]
+    fields = {name: value for owner in owners if owner for name, value in vars(owner).items() if name != "episode"}
+    values = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in fields.items()}
+    return row.group, row.answer, row.right, values
 
 
 def test_rollouts_become_tensors_and_back_bit_for_bit():
@@ -100,20 +100,19 @@ def test_rollouts_become_tensors_and_back_bit_for_bit():
         ids = torch.randint(0, 2**40, (length,), generator=g)
         reward = float("nan") if finish == "cut" else 1 / 3
         rollout = Rollout(i, ids, torch.randn(length, generator=g), finish, spans)
-        rows.append(ScoredRollout(i % 2, rollout, reward, i == 2, 2**52 - i))
-    half = ScoreResult(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
-    rows[0], rows[2] = (replace(row, score=half) for row in (rows[0], rows[2]))
-    episodes = (Episode(torch.tensor([True, False, True]), 2, 1, 1, half), Episode(torch.zeros(0) > 0, 0), None, None)
+        rows.append(ScoredRollout(i % 2, rollout, reward, right=i == 2, answer=2**52 - i))
+    score = ScoreResult(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
+    rows[0], rows[2] = (replace(row, score=score) for row in (rows[0], rows[2]))
+    episodes = (Episode(torch.tensor([True, False, True]), 2, 1, 1, score), Episode(torch.zeros(0) > 0, 0), None, None)
     turns = [replace(r, rollout=replace(r.rollout, episode=e)) for r, e in zip(rows, episodes, strict=True)]
     routes = [torch.randint(0, 300, (4 + i, 3, 2), dtype=torch.int16, generator=g) for i in range(4)]
-    with_routes = [
-        replace(row, rollout=replace(row.rollout, routes=None if i == 1 else routes[i])) for i, row in enumerate(rows)
-    ]
+    routes[1] = None
+    with_routes = [replace(row, rollout=replace(row.rollout, routes=x)) for row, x in zip(rows, routes, strict=True)]
     for sent in (rows, turns, with_routes, []):
-        back = rollouts_from_tensors(load(save(rollouts_to_tensors(sent))))
-        assert list(map(plain, back)) == list(map(plain, sent))
+        restored = rollouts_from_tensors(load(save(rollouts_to_tensors(sent))))
+        assert list(map(plain, restored)) == list(map(plain, sent))
         rewards = [r.reward for r in sent]
-        assert [r.reward for r in back] == pytest.approx(rewards, abs=1e-7, nan_ok=True)  # float32
+        assert [r.reward for r in restored] == pytest.approx(rewards, abs=1e-7, nan_ok=True)  # float32
     assert [(r.group, r.rollout.index) for r in sort_rollouts(rows)] == [(0, 0), (0, 2), (1, 1), (1, 3)]
 
 
@@ -121,25 +120,25 @@ def test_duplicates_are_distinguished_from_likely_repeats():
     def rollout(index, ids, nats):
         return Rollout(index, torch.tensor(ids), torch.full((len(ids),), -nats / len(ids)), "length")
 
-    prompts = [Request(Prompt(str(k), "", (1,), None, ""), k, 3) for k in (4, 5)]
+    batch = [Request(Prompt(str(key), "", (1,), answer=None, verifier=""), key, n=3) for key in (4, 5)]
     likely, rare = MIN_NATS - 1, MIN_NATS + 1
     first = [rollout(0, [1, 2], rare), rollout(1, [1, 2], rare), rollout(2, [1, 3], rare)]
     second = [rollout(0, [1, 2], rare), rollout(1, [9, 9], likely), rollout(2, [9, 9], likely)]
     nan = Rollout(3, torch.tensor([1, 2]), torch.full((2,), float("nan")), "length")
-    hashes, names = improbable_rollouts(prompts, [first, [*second, nan]])
+    hashes, names = improbable_rollouts(batch, [first, [*second, nan]])
     assert names == [f"prompt 4: sibling {i}" for i in range(3)] + ["prompt 5: sibling 0"]
     assert hashes[0] == hashes[1]
     assert len(set(hashes.tolist())) == 3  # rollouts of another prompt have other hashes
-    again = Request(prompts[0].prompt, 6, 3)  # a second group of the prompt has its own key
-    assert improbable_rollouts([again], [first[:1]])[0] == hashes[0]
+    second_group = Request(batch[0].prompt, key=6, n=3)  # a second group of the prompt has its own key
+    assert improbable_rollouts([second_group], [first[:1]])[0] == hashes[0]
 
 
 # Work stealing
 
 
-def shared_slots(parts, store=None):
-    store = store or dist.HashStore()
-    return [SharedSlots(store, "call", parts, rank) for rank in range(len(parts))]
+def shared_slots(parts):
+    store = dist.HashStore()
+    return [SharedSlots(store, name="call", parts=parts, rank=rank) for rank in range(len(parts))]
 
 
 def test_claims_start_with_the_own_part():
@@ -151,17 +150,17 @@ def test_claims_start_with_the_own_part():
     assert c.claim(5) == [(2, 0), (2, 1), (2, 2)]
     assert c.claim(1) == [(1, 13)]
     assert b.claim(100) == [(1, i) for i in range(14, 20)]
-    assert [w.claim(9) for w in (a, b, c)] == [[], [], []]
+    assert [slots.claim(9) for slots in (a, b, c)] == [[], [], []]
 
 
 def test_a_call_deletes_the_counters_of_the_call_before():
     store = dist.HashStore()
     stealing = WorkStealing(store)
-    assert WorkStealing(store).begin([[(0, 0)] * 50], 0) is None  # A single rank shares with no one.
-    slots = stealing.begin([[(0, 0)] * 4, [(0, 0)] * 3], 0)
+    assert WorkStealing(store).begin([[(0, 0)] * 50], rank=0) is None  # A single rank shares with no one.
+    slots = stealing.begin([[(0, 0)] * 4, [(0, 0)] * 3], rank=0)
     assert len(slots.claim(2)) == 2
     assert store.num_keys() == 1
-    stealing.begin([[(0, 0)]], 0)
+    stealing.begin([[(0, 0)]], rank=0)
     assert store.num_keys() == 0
     assert slots.claim(2) == []
 
@@ -175,7 +174,7 @@ def supplied(waiting, groups, seed=3):
         numbers.extend(group_numbers)
         return batch
 
-    return SlotSupply(waiting, new_requests, 80, 9), numbers
+    return SlotSupply(waiting, new_requests, rows=80, prompt_tokens=9), numbers
 
 
 def test_other_ranks_sample_the_rest_of_an_abandoned_engine(capfd):
@@ -196,8 +195,8 @@ def test_other_ranks_sample_the_rest_of_an_abandoned_engine(capfd):
     by_slot = dict(results)
     assert len(by_slot) == len(results) == 5 * 16 - 1  # only the hanging rollout is lost
     for (group, sibling), rollout in by_slot.items():
-        (request,), _ = requests([(group, sibling)], GROUPS, {}, 3)
-        (tokens,) = fakes.draws(request.key, [sibling], 12)
+        (request,), _ = requests([(group, sibling)], GROUPS, begun={}, seed=3)
+        (tokens,) = fakes.draws(request.key, [sibling], SAMPLING.max_tokens)
         assert rollout.token_ids.tolist() == tokens[: len(rollout.token_ids)]
 
 
@@ -213,4 +212,4 @@ def test_cancelled_engine_gets_no_more_requests():
             return []
 
     assert Watchdog(Slow(), 0.1).generate([], SAMPLING, supply=supply).requests == []
-    assert len(waiting[1].claim(100)) == len(waiting[1].claim(100)) == 40  # its own part, then the first rank's
+    assert [len(waiting[1].claim(100)) for _ in range(2)] == [40, 40]  # its own part, then the first rank's

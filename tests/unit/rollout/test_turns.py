@@ -1,4 +1,4 @@
-"""Rollouts of several turns, with an environment in this process whose replies the test orders."""
+"""Rollouts of several turns, with an environment in this process whose replies the tests choose."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def tokens_of(messages, after_stop=True) -> list[int]:
     return [int(i) for message in messages for i in message["content"].split()]
 
 
-TEXTS = text_of, tokens_of
+TEXTS = text_of, tokens_of  # decode and encode of TurnEngine
 
 
-def says(text: str) -> Reply:
+def observation(text: str) -> Reply:
     return Reply(({"role": "user", "content": text},), done=False, score=None)
 
 
@@ -46,7 +46,7 @@ def answer(text: str, last: bool) -> Reply:
     if last or total % 5 == 0:
         return Reply((), done=True, score=ScoreResult(total / 7, "ok"), calls=1)
     words = [2 + (7 * total + 13 * i) % (tiny.VOCAB - 2) for i in range(1 + total % 4)]
-    return replace(says(text_of(words)), calls=2, malformed=total % 2)
+    return replace(observation(text_of(words)), calls=2, malformed=total % 2)
 
 
 @dataclass
@@ -54,16 +54,16 @@ class Pool:
     """Environments, and callbacks of generate. With a delay, replies come at each `delay`-th call of `cancelled`."""
 
     delay: int = 0
-    answer: Any = answer  # None: the environment does not reply
+    answer: Any = answer  # If it returns None, the environment does not reply.
     polls: int = 0
-    held: list[Any] = field(default_factory=list)
+    undelivered: list[Any] = field(default_factory=list)
     steps: dict[int, list[tuple[str, bool]]] = field(default_factory=dict)  # of each episode
     ended: list[int] = field(default_factory=list)
     in_thought: list[bool] = field(default_factory=list)  # of each step
 
     def reset(self, episode, row, reply):
         self.steps[episode] = []
-        self.hold(reply, says(FIRST.get(row["id"], "31")))
+        self.hold(reply, observation(FIRST.get(row["id"], "31")))
 
     def step(self, episode, text, last, reply, in_thought=False):
         self.steps[episode].append((text, last))
@@ -74,14 +74,14 @@ class Pool:
         self.ended.append(episode)
 
     def hold(self, reply, outcome):
-        self.held += [(reply, outcome)] if outcome else []
+        self.undelivered += [(reply, outcome)] if outcome else []
         if not self.delay:
             self.deliver()
 
     def deliver(self):
-        while self.held:
-            reply, outcome = self.held.pop()
-            reply(outcome)
+        while self.undelivered:
+            send, reply = self.undelivered.pop()
+            send(reply)
 
     def finished(self, request, rollout):
         assert rollout.finish != "cut"
@@ -94,7 +94,7 @@ class Pool:
 
 
 def requests(n=6, lengths=(3, 60, 9, 62)):
-    return [Request(replace(p, verifier=ENVIRONMENT), stream_key(0, 4, p.id), n) for p in prompts(lengths)]
+    return [Request(replace(p, verifier=ENVIRONMENT), key=stream_key(0, 4, p.id), n=n) for p in prompts(lengths)]
 
 
 def sample(model, pool, batch=None, sampling=SAMPLING, supply=None, max_rows=1000, pages=0, texts=TEXTS, **config):
@@ -142,7 +142,7 @@ def played(model, prompt, sampling, max_turns):
 @pytest.mark.parametrize("max_turns", [8, 3])
 def test_greedy_turns_equal_transformers(model, max_turns):
     greedy = replace(SAMPLING, temperature=0.0)
-    prompt_requests = requests(1, range(1, 30))
+    prompt_requests = requests(n=1, lengths=range(1, 30))
     pool = Pool()
     sampled = [facts(r) for r in sample(model, pool, prompt_requests, greedy, max_turns=max_turns)]
     expected, steps = zip(
@@ -179,29 +179,30 @@ def test_tokens_depend_neither_on_the_batch_nor_on_the_order_or_delay_of_replies
     pools = [Pool(delay) for delay in delays]
     first, second = (sample(model, pool, max_rows=rows, pages=pages) for pool in pools)
     check_equal(first, whole)
-    check_equal(first, second, 0.0)
+    check_equal(first, second, tolerance=0.0)
     unanswered = sum(r.episode.score.status == "no_answer" for r in whole)
-    assert [len(set(pool.ended)) for pool in pools] == [unanswered] * 2 != [0] * 2
+    assert unanswered > 0
+    assert all(len(set(pool.ended)) == unanswered for pool in pools)
 
 
 def test_tokens_do_not_depend_on_the_split_over_ranks(model, whole):
     """Each of two ranks has some of its rollouts from the start and requests others from a supply."""
     by_sibling = {}
     for rank in range(2):
-        own = [replace(r, n=1, first=first) for r in requests() for first in (0, 1)][rank::2]
-        others = [replace(r, n=2, first=first) for r in requests() for first in (2, 4)][rank::2]
-        rollouts = sample(model, Pool(delay=2), own, supply=Drawer(others, 8), max_rows=5)
-        prompts = [request.prompt.id for request in own + others for _ in range(request.n)]
+        given = [replace(r, n=1, first=first) for r in requests() for first in (0, 1)][rank::2]
+        supplied = [replace(r, n=2, first=first) for r in requests() for first in (2, 4)][rank::2]
+        rollouts = sample(model, Pool(delay=2), given, supply=Drawer(supplied, rows=8), max_rows=5)
+        prompts = [request.prompt.id for request in given + supplied for _ in range(request.n)]
         by_sibling |= {(prompt, r.index): r for prompt, r in zip(prompts, rollouts, strict=True)}
     check_equal([by_sibling[place] for place in sorted(by_sibling)], whole)
 
 
 def test_a_stop_string_of_an_earlier_turn_does_not_end_a_turn(model):
-    letters = lambda ids: "".join(chr(97 + int(i) % 3) for i in ids)  # noqa: E731  token t is a letter
+    letters = lambda ids: "".join(chr(97 + int(i) % 3) for i in ids)  # noqa: E731  token t is letter t % 3 of abc
     end = Reply((), done=True, score=ScoreResult(1.0, "ok"))
-    pool = Pool(answer=lambda text, last: end if last else says("3 98"))
+    pool = Pool(answer=lambda text, last: end if last else observation("3 98"))
     strings = replace(SAMPLING, stop_ids=(), stop_strings=("ab",))
-    sample(model, pool, requests(20), strings, texts=(letters, tokens_of), max_turns=5)
+    sample(model, pool, requests(n=20), strings, texts=(letters, tokens_of), max_turns=5)
     texts = [text for steps in pool.steps.values() for text, last in steps if not last]
     assert len(texts) > 50
     assert all(text.index("ab") == len(text) - 2 for text in texts)
@@ -218,7 +219,7 @@ def test_a_lost_environment_and_a_first_observation_without_room_lose_the_rollou
     assert f"e:E: {len(lost)} rollouts are lost, for example: {gone.lost}" in capsys.readouterr().err
 
     short = sample(model, Pool(), [replace(requests()[1], n=2)], replace(SAMPLING, max_tokens=3))
-    assert [(r.finish, len(r.token_ids)) for r in short] == [("cut", 0)] * 2
+    assert [(r.finish, len(r.token_ids)) for r in short] == [("cut", 0)] * 2  # The observation of p1 has 3 tokens.
 
 
 def test_a_call_that_is_cancelled_while_environments_work_ends_them(model):
@@ -231,14 +232,14 @@ def test_a_call_that_is_cancelled_while_environments_work_ends_them(model):
 def test_prompts_of_another_verifier_are_sampled_in_one_turn(model):
     probes = [replace(r, prompt=replace(r.prompt, verifier="exact")) for r in requests()]
     pool = Pool()
-    alone = [r for group in make_engine(*model).generate(probes, SAMPLING) for r in group]
-    assert [r.token_ids.tolist() for r in sample(model, pool, probes)] == [r.token_ids.tolist() for r in alone]
+    expected = [r for group in make_engine(*model).generate(probes, SAMPLING) for r in group]
+    assert [r.token_ids.tolist() for r in sample(model, pool, probes)] == [r.token_ids.tolist() for r in expected]
     assert not pool.steps
 
 
 def test_a_turn_after_a_think_tag_begins_in_a_thought(model):
-    """The tag is the last token of the prompt of p0, which has no observation, and 14, that of p1's observation."""
-    prompt_requests = requests(1)
+    """Two tokens decode to the tag: the last one of p0's prompt, and 14, the last one of p1's first observation."""
+    prompt_requests = requests(n=1)
     tags = {prompt_requests[0].prompt.token_ids[-1], 14}
     pool = Pool(answer=lambda text, last: Reply((), done=True, score=ScoreResult(0.0, "ok")))
     decode = lambda ids: "<think>\n" if len(ids) and int(ids[-1]) in tags else text_of(ids)  # noqa: E731
@@ -249,12 +250,12 @@ def test_a_turn_after_a_think_tag_begins_in_a_thought(model):
 def test_an_observation_after_a_stop_string_begins_with_the_stop_token(model):
     sampling = replace(SAMPLING, stop_strings=("5",))
     encode = lambda messages, after_stop: [*([] if after_stop else STOPS[:1]), 99, *tokens_of(messages)]  # noqa: E731
-    begins = set()
+    cases = set()
     for rollout in sample(model, Pool(), sampling=sampling, texts=(text_of, encode)):
         tokens, sampled = rollout.token_ids.tolist(), rollout.episode.sampled.tolist()
         for i in range(1, len(tokens)):
             if sampled[i - 1] and not sampled[i]:
                 stopped = tokens[i - 1] in STOPS
                 assert tokens[i : i + 2 - stopped] == [*([] if stopped else STOPS[:1]), 99]
-                begins.add(stopped)
-    assert begins == {True, False}
+                cases.add(stopped)
+    assert cases == {True, False}

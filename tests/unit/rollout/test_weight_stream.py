@@ -19,21 +19,21 @@ def weights(model):
 
 def swapped(pairs):
     """Swap k and v of one layer, which have the same shape, with their checksums."""
-    sent = {name: (tensor, pair.checksum) for pair in pairs for name, tensor in (pair,)}
+    by_name = {pair[0]: pair for pair in pairs}
     k, v = (f"model.layers.1.self_attn.{x}.weight" for x in ("k_proj", "v_proj"))
-    sent[k], sent[v] = sent[v], sent[k]
-    return [ChecksummedTensor(name, *rest) for name, rest in sent.items()]
+    by_name[k], by_name[v] = by_name[v], by_name[k]
+    return [ChecksummedTensor(name, pair[1], pair.checksum) for name, pair in by_name.items()]
 
 
 def renamed(pairs):
-    return [ChecksummedTensor("model.other", *pairs[0][1:], pairs[0].checksum), *pairs[1:]]
+    return [ChecksummedTensor("model.other", pairs[0][1], pairs[0].checksum), *pairs[1:]]
 
 
 def cut(pairs):
     return [ChecksummedTensor(pairs[0][0], pairs[0][1][:-1], pairs[0].checksum), *pairs[1:]]
 
 
-# test_weight_sync_of_layouts.py has faults of the transport.
+# Faults of the transport are in test_weight_sync_of_layouts.py.
 FAULTS = [
     (swapped, "2 tensors do not match their checksums, for example model.layers.1.self_attn.k_proj.weight"),
     (renamed, "model.other is unknown"),
@@ -43,13 +43,13 @@ FAULTS = [
 ]
 
 
-def names(weights):
-    return {name: tuple(p.shape) for name, p in weights.items()}
+def shapes(weights):
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
 def test_received_weights_are_identical(weights):
     for dtype in (torch.float32, torch.bfloat16):
-        received = receive(with_checksums(weights.items()), names(weights), CPU, dtype)
+        received = receive(with_checksums(weights.items()), shapes(weights), CPU, dtype)
         assert received.keys() == weights.keys()
         for name, tensor in received.items():
             assert torch.equal(tensor, weights[name].detach().to(dtype))
@@ -61,5 +61,5 @@ def test_faults_are_reported(weights, fault, message):
     """The stream is read to its end. It is a collective, so other ranks would hang otherwise."""
     stream = iter(fault(list(with_checksums(weights.items()))))
     with pytest.raises(UpdateRefused, match=message):
-        receive(stream, names(weights), CPU, torch.float32)
+        receive(stream, shapes(weights), CPU, torch.float32)
     assert list(stream) == []

@@ -74,7 +74,7 @@ def test_greedy_equals_transformers_generate(pair, ops):
     """Every token is equal, also after rows have allocated further pages."""
     engine = make_engine(*pair, ops=ops)
     greedy = replace(SAMPLING, temperature=0, max_tokens=70, stop_ids=(2,))
-    groups = engine.generate([Request(p, 1, 2) for p in prompts()], greedy)
+    groups = engine.generate([Request(p, key=1, n=2) for p in prompts()], greedy)
     for prompt, group in zip(prompts(), groups, strict=True):
         ids = torch.tensor([prompt.token_ids])
         expected = pair[1].generate(ids, do_sample=False, max_new_tokens=70, eos_token_id=2, pad_token_id=0)
@@ -84,12 +84,12 @@ def test_greedy_equals_transformers_generate(pair, ops):
 
 def test_log_probs_are_those_of_the_sampling_distribution(pair):
     engine = make_engine(*pair)
-    groups = engine.generate([Request(p, 7, 40) for p in prompts()], replace(SAMPLING, temperature=0.8))
+    groups = engine.generate([Request(p, key=7, n=40) for p in prompts()], replace(SAMPLING, temperature=0.8))
     for prompt, group in zip(prompts(), groups, strict=True):
         assert [r.index for r in group] == list(range(40))
         for rollout in group:
             assert rollout.spans == ((3, len(rollout.token_ids)),)
-            expected = tiny.log_probs(pair[1], prompt.token_ids, rollout.token_ids, 0.8)
+            expected = tiny.log_probs(pair[1], prompt.token_ids, rollout.token_ids, temperature=0.8)
             torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
             body = rollout.token_ids[:-1].tolist()
             last = int(rollout.token_ids[-1])
@@ -111,9 +111,9 @@ def test_a_row_has_the_same_bits_in_any_batch(model, dtype):
     def bits(n, tokens_per_call=0, max_rows=1000, before=(), after=()):
         engine = make_engine(*model, dtype=dtype, max_rows=max_rows)
         sampling = replace(SAMPLING, top_p=0.95, max_tokens=24, stop_ids=(), tokens_per_call=tokens_per_call)
-        group = engine.generate([*before, Request(prompt, 3, n), *after], sampling)[len(before)]
+        group = engine.generate([*before, Request(prompt, key=3, n=n), *after], sampling)[len(before)]
         while group[0].finish == "cut":
-            (group,) = engine.generate([Request(prompt, 3, n, 0, tuple(group))], sampling)
+            (group,) = engine.generate([Request(prompt, key=3, n=n, begun=tuple(group))], sampling)
         return [(r.token_ids.tolist(), r.log_probs.tolist()) for r in group]
 
     whole, continued = bits(32), bits(32, tokens_per_call=9)
@@ -121,9 +121,9 @@ def test_a_row_has_the_same_bits_in_any_batch(model, dtype):
         assert bits(n) == whole[:n]
         assert bits(n, tokens_per_call=9) == continued[:n]
     assert bits(8, max_rows=1) == whole[:8]
-    others = [Request(p, stream_key(0, 4, p.id), 50) for p in others]
-    assert bits(9, before=[Request(first, 7, 40)], after=others, max_rows=50) == whole[:9]
-    assert bits(9, before=[Request(prompt, 3, 8, first=9)]) == whole[:9]
+    others = [Request(p, key=stream_key(0, 4, p.id), n=50) for p in others]
+    assert bits(9, before=[Request(first, key=7, n=40)], after=others, max_rows=50) == whole[:9]
+    assert bits(9, before=[Request(prompt, key=3, n=8, first=9)]) == whole[:9]
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)
     try:
@@ -159,11 +159,11 @@ def test_rollouts_from_a_supply_equal_those_of_one_call(model, memory, ops):
     """With few slots or few pages, rows in flight fit, the whole supply is sampled, and tokens are the same."""
     shape = model[0]
     sampling = replace(SAMPLING, top_p=0.95, max_tokens=30)
-    requests = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
+    requests = [Request(p, key=stream_key(0, 4, p.id), n=64) for p in prompts()]
     together = make_engine(*model).generate(requests, sampling)
 
-    # The first request is this rank's own and continues rollouts; the supply returns pieces of eight.
-    pieces = [Request(r.prompt, r.key, 8, first) for r in requests[1:] for first in range(0, 64, 8)]
+    # This rank has the first request. The supply has the others, in pieces of eight rollouts.
+    pieces = [Request(r.prompt, r.key, n=8, first=first) for r in requests[1:] for first in range(0, 64, 8)]
     supply = Drawer(pieces, 3 * 64)
     memory *= page_bytes(read_shape(shape), torch.float32, 64 if ops.contiguous else 16, ops.contiguous)
     engine = make_engine(*model, max_rows=20, memory=memory, ops=ops)
@@ -189,7 +189,7 @@ def test_a_row_without_a_distribution_ends_the_call(model, sample, value):
         return sample(logits, *places)
 
     with pytest.raises(ValueError, match=r"logits.*(NaN|nan|inf)"):
-        make_engine(*model, sample=broken).generate([Request(prompts()[0], 1, 4)], replace(SAMPLING, max_tokens=5))
+        make_engine(*model, sample=broken).generate([Request(prompts()[0], 1, n=4)], replace(SAMPLING, max_tokens=5))
 
 
 def test_sleep_drops_the_weights(model):
@@ -197,11 +197,11 @@ def test_sleep_drops_the_weights(model):
     engine.sleep()
     engine.wake()
     with pytest.raises(RuntimeError, match="no weights"):
-        engine.generate([Request(prompts()[0], 1, 1)], replace(SAMPLING, max_tokens=5, stop_ids=()))
+        engine.generate([Request(prompts()[0], key=1, n=1)], replace(SAMPLING, max_tokens=5, stop_ids=()))
 
 
 def test_context_overflow_and_stop_strings_without_a_decoder_are_errors(model):
-    requests = [Request(prompts()[0], 1, 1)]
+    requests = [Request(prompts()[0], key=1, n=1)]
     with pytest.raises(UserError, match="exceeds the model's context of 256"):
         make_engine(*model).generate(requests, replace(SAMPLING, max_tokens=254, stop_ids=()))
     with pytest.raises(ValueError, match="stop strings need"):
@@ -209,23 +209,23 @@ def test_context_overflow_and_stop_strings_without_a_decoder_are_errors(model):
 
 
 class Watching:
-    """A callbacks that counts finished rollouts and cancels after `most`."""
+    """Callbacks that count finished rollouts and cancel the call after `limit` of them."""
 
-    def __init__(self, most=10**9):
-        self.most = most
+    def __init__(self, limit=10**9):
+        self.limit = limit
         self.ended = []
 
     def finished(self, request, rollout):
         self.ended.append((request, rollout.index))
 
     def cancelled(self):
-        return len(self.ended) >= self.most
+        return len(self.ended) >= self.limit
 
 
 def test_evicted_rows_continue_with_the_same_tokens(model):
     """With pages for a third of the rows' tokens, rows are evicted and continue; tokens are the same."""
     sampling = replace(SAMPLING, max_tokens=100)
-    requests = [Request(p, stream_key(0, 4, p.id), 40) for p in prompts((30, 9, 17))]
+    requests = [Request(p, key=stream_key(0, 4, p.id), n=40) for p in prompts((30, 9, 17))]
     ample = make_engine(*model)
     expected = ample.generate(requests, sampling)
     page = page_bytes(ample.shape, torch.float32)
@@ -244,23 +244,23 @@ def test_evicted_rows_continue_with_the_same_tokens(model):
 
 def test_cut_rollouts_continue_unchanged(model, ops):
     engine = make_engine(*model, ops=ops)
-    initial = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
+    initial = [Request(p, key=stream_key(0, 4, p.id), n=32) for p in prompts()]
     whole = engine.generate(initial, replace(SAMPLING, max_tokens=50))
     engine.version = 5
     limited = replace(SAMPLING, max_tokens=50, tokens_per_call=13)
     requests = initial
     rounds = 0
-    done = {}
+    finished = {}
     while requests:
         groups = engine.generate(requests, limited)
         pairs = list(zip(requests, groups, strict=True))
-        done |= {(a.prompt.id, r.index): r for a, g in pairs for r in g if r.finish != "cut"}
+        finished |= {(a.prompt.id, r.index): r for a, g in pairs for r in g if r.finish != "cut"}
         requests = [Request(a.prompt, a.key, 1, r.index, (r,)) for a, g in pairs for r in g if r.finish == "cut"]
         rounds += 1
         engine.version += 1
     assert rounds == 4  # 13, 26, 39, 50 tokens
-    assert len(done) == 4 * 32
-    pairs = [(x, done[a.prompt.id, x.index]) for a, g in zip(initial, whole, strict=True) for x in g]
+    assert len(finished) == 4 * 32
+    pairs = [(x, finished[a.prompt.id, x.index]) for a, g in zip(initial, whole, strict=True) for x in g]
     same = [(x, y) for x, y in pairs if torch.equal(x.token_ids, y.token_ids)]
     assert len(same) >= 0.98 * len(pairs)
     for x, y in same:
@@ -273,10 +273,10 @@ def test_cut_rollouts_continue_unchanged(model, ops):
 
 def test_a_cancelled_call_returns_unfinished_rollouts(model, ops):
     engine = make_engine(*model, max_rows=60, ops=ops)
-    requests = [Request(p, stream_key(0, 4, p.id), 50) for p in prompts()]
+    requests = [Request(p, key=stream_key(0, 4, p.id), n=50) for p in prompts()]
     sampling = replace(SAMPLING, max_tokens=60)
     whole = engine.generate(requests, sampling)
-    callbacks = Watching(most=20)
+    callbacks = Watching(limit=20)
     groups = engine.generate(requests, sampling, callbacks)
     assert [[r.index for r in g] for g in groups] == [list(range(50))] * 4
     ended = {(i, r.index) for i, g in enumerate(groups) for r in g if r.finish != "cut"}
@@ -287,15 +287,15 @@ def test_a_cancelled_call_returns_unfinished_rollouts(model, ops):
     same = sum(x.token_ids[: len(y.token_ids)].tolist() == y.token_ids.tolist() for x, y in cut)
     assert same >= 0.98 * len(cut)
     assert {len(y.token_ids) for _, y in cut} >= {0}  # the rows that were waiting
-    again = engine.generate(requests, sampling)
-    assert all(same_tokens(a, b) == 1 for a, b in zip(whole, again, strict=True))
+    repeated = engine.generate(requests, sampling)
+    assert all(same_tokens(a, b) == 1 for a, b in zip(whole, repeated, strict=True))
 
 
 def test_a_withdrawn_request_ends_and_the_others_do_not(model, ops):
     """One of its rollouts is decoded when it is withdrawn, and the others wait."""
     engine = make_engine(*model, max_rows=6, ops=ops)
     sampling = replace(SAMPLING, max_tokens=60)
-    first, second = (Request(p, stream_key(0, 4, p.id), 5) for p in prompts()[:2])
+    first, second = (Request(p, key=stream_key(0, 4, p.id), n=5) for p in prompts()[:2])
     (expected,) = engine.generate([first], sampling)
     whole = engine.generate([second], sampling)[0][0]
     withdrawn = threading.Event()
@@ -354,11 +354,8 @@ def test_experts_are_recorded_in_any_batch(moe, rows, pages, ops):
     groups = engine.generate(ROUTED, ROUTES)
     assert_routes(moe[1], groups)
     # An evicted row counts its prompt again.
-    assert (
-        not pages
-        or ops.contiguous
-        or engine.kv_usage().prompt_tokens > sum(r.n * len(r.prompt.token_ids) for r in ROUTED)
-    )
+    if pages and not ops.contiguous:
+        assert engine.kv_usage().prompt_tokens > sum(r.n * len(r.prompt.token_ids) for r in ROUTED)
     together = make_engine(*moe, ops=DecodeOps()).generate(ROUTED, replace(ROUTES, routes=False))
     for group, other in zip(groups, together, strict=True):
         assert [r.token_ids.tolist() for r in group] == [r.token_ids.tolist() for r in other]

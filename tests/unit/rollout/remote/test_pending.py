@@ -37,11 +37,11 @@ def test_seeds_of_siblings_differ_in_the_half_that_cpu_generators_read():
 )
 def test_invalid_answer_loses_only_its_rollout(ids, log_probs, finish, fault):
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(2,))
-    pending = PendingRollouts(sampling, None, None, 5, vocab=50)
-    pending.add([Request(fakes.prompts(1)[0], 4, 2)])
+    pending = PendingRollouts(sampling, callbacks=None, supply=None, max_in_flight=5, vocab=50)
+    pending.add([Request(fakes.prompts(1)[0], key=4, n=2)])
     for number, (i, p, f) in enumerate([(ids, log_probs, finish), ([7, 2], [-1.0, -2.0], "stop")]):
         tensors = {"ids": torch.tensor(i), "log_probs": torch.tensor(p)}
-        pending.answered(Message("rollout", {"number": number, "finish": f}, tensors), 4)
+        pending.answered(Message("rollout", {"number": number, "finish": f}, tensors), version=4)
     assert len(pending.faults) == 1
     assert fault in pending.faults[0]
     assert [(r.token_ids.tolist(), r.finish) for r in pending.result()[0]] == [([], "cut"), ([7, 2], "stop")]
@@ -49,13 +49,13 @@ def test_invalid_answer_loses_only_its_rollout(ids, log_probs, finish, fault):
 
 def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
     """An engine may find a stop string too late, or overlook one that starts in earlier tokens."""
-    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is a
+    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is the letter a
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(25,), stop_strings=("bcd", "xx"))
     begun = Rollout(3, torch.tensor([0, 1]), torch.tensor([-0.5, -1.5]), "cut", ((3, 2),))
-    pending = PendingRollouts(sampling, None, None, 8, 50, text)
+    pending = PendingRollouts(sampling, callbacks=None, supply=None, max_in_flight=8, vocab=50, decode=text)
     episode = Episode(torch.tensor([True, True, True, False]), 1)
     turn = Rollout(4, torch.tensor([1, 2, 3, 1]), torch.zeros(4), "cut", ((3, 4),), episode)
-    pending.add([Request(fakes.prompts(1)[0], 4, 5, 0, (begun, turn))])
+    pending.add([Request(fakes.prompts(1)[0], key=4, n=5, begun=(begun, turn))])
     for number, (added, finish) in enumerate(
         [
             ([1, 2, 3, 9, 9], "stop"),  # two tokens too many
@@ -66,7 +66,7 @@ def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
         ]
     ):
         tensors = {"ids": torch.tensor(added), "log_probs": -torch.arange(1.0, len(added) + 1)}
-        pending.answered(Message("rollout", {"number": number, "finish": finish}, tensors), 4)
+        pending.answered(Message("rollout", {"number": number, "finish": finish}, tensors), version=4)
     (rollouts,) = pending.result()
     assert [(r.token_ids.tolist(), r.log_probs.tolist(), r.finish, r.spans) for r in rollouts] == [
         ([1, 2, 3], [-1.0, -2.0, -3.0], "stop", ((4, 3),)),
@@ -80,23 +80,23 @@ def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
 
 
 def test_routes_replace_those_of_earlier_calls_and_end_with_the_rollout():
-    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is a
+    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is the letter a
     sampling = Sampling(
         temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(25,), stop_strings=("bc",), routes=True
     )
-    request = Request(fakes.prompts(1)[0], 4, 3)
+    request = Request(fakes.prompts(1)[0], key=4, n=3)
     prompt = len(request.prompt.token_ids)
     begun = Rollout(0, torch.tensor([7, 8]), torch.zeros(2), "cut", ((3, 2),), routes=torch.zeros(prompt + 1, 2, 3))
-    pending = PendingRollouts(sampling, None, None, 8, 50, text)
+    pending = PendingRollouts(sampling, callbacks=None, supply=None, max_in_flight=8, vocab=50, decode=text)
     pending.add([replace(request, begun=(begun,))])
     routes = torch.randint(0, 300, (prompt + 5, 2, 3), dtype=torch.int16)
     # The first answer continues a rollout and has a token too many, the second is cancelled, the third lacks a row.
     for number, (ids, finish, rows) in enumerate([([1, 2, 9], "stop", 4), ([], "cut", -1), ([5, 6], "length", 0)]):
-        own = routes[: prompt + rows]
+        sent = routes[: prompt + rows]
         tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.zeros(len(ids))}
-        fields = {"number": number, "finish": finish, "routes": list(own.shape)}
-        answer = Message("rollout", fields, {**tensors, "routes": own.flatten()})
-        pending.answered(decode(encode(answer)), 4)
+        fields = {"number": number, "finish": finish, "routes": list(sent.shape)}
+        answer = Message("rollout", fields, {**tensors, "routes": sent.flatten()})
+        pending.answered(decode(encode(answer)), version=4)
     first, second, third = pending.result()[0]
     assert first.token_ids.tolist() == [7, 8, 1, 2]
     assert torch.equal(first.routes, routes[: prompt + 3])

@@ -32,7 +32,7 @@ input()
 @pytest.mark.parametrize("creator", ["alive", "dead"])
 def test_shared_memory_of_a_killed_group_is_unlinked(creator):
     """This includes memory of a child that was killed before, so that no process maps it any more."""
-    own = SharedMemory(create=True, size=64)
+    own_memory = SharedMemory(create=True, size=64)
     try:
         with subprocess.Popen(
             [sys.executable, "-c", CREATE_SHARED_MEMORY, creator],
@@ -41,16 +41,16 @@ def test_shared_memory_of_a_killed_group_is_unlinked(creator):
             text=True,
             start_new_session=True,
         ) as child:
-            other_folder = Path("/dev/shm", child.stdout.readline().strip())
-            assert other_folder.exists()
+            child_memory = Path("/dev/shm", child.stdout.readline().strip())
+            assert child_memory.exists()
             processes = psutil.Process(child.pid).children(recursive=True)
             kill_group(child.pid)
         assert psutil.wait_procs(processes, timeout=20)[1] == []
-        assert not other_folder.exists()
-        assert Path("/dev/shm", own.name).exists()
+        assert not child_memory.exists()
+        assert Path("/dev/shm", own_memory.name).exists()
     finally:
-        own.close()
-        own.unlink()
+        own_memory.close()
+        own_memory.unlink()
 
 
 def test_environment_has_no_variables_of_the_trainer(monkeypatch, tmp_path):
@@ -63,7 +63,7 @@ def test_environment_has_no_variables_of_the_trainer(monkeypatch, tmp_path):
     env = process.environment(tmp_path, [2, 3], {"ITS_OWN": "2"})
     assert not dropped & env.keys()
     assert (env["KEPT"], env["ITS_OWN"]) == ("1", "2")
-    assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # or Ray is public
+    assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # Ray listens only on 127.0.0.1
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/other"
     assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -95,12 +95,12 @@ def test_graph_sizes_pad_by_at_most_a_quarter():
 
 
 def test_folders_of_dead_trainers_are_removed(tmp_path):
-    gone = tmp_path / f"{process.PREFIX}{2**22 + 1}-x"  # larger than any pid
-    gone.mkdir()
-    (gone / "weights_1").touch()
+    dead_folder = tmp_path / f"{process.PREFIX}{2**22 + 1}-x"  # larger than any pid
+    dead_folder.mkdir()
+    (dead_folder / "weights_1").touch()
     folder = process.make_folder(str(tmp_path))
     second = process.make_folder(str(tmp_path))
-    assert not gone.exists()
+    assert not dead_folder.exists()
     assert folder.is_dir()
     assert second != folder
     assert folder.stat().st_mode & 0o077 == 0
@@ -110,7 +110,7 @@ def test_folders_of_dead_trainers_are_removed(tmp_path):
 def test_the_reason_of_an_end_is_not_from_the_log_of_an_earlier_process(tmp_path):
     log = tmp_path / "rank_0.log"
     log.write_text("error of another day\n")
-    options = EngineOptions("vllm", "", 50, 40, "float32", 8, (2,), {})
+    options = EngineOptions("vllm", "", vocab=50, context=40, dtype="float32", max_rows=8, stop_ids=(2,), section={})
     engine = process.EngineProcess("true", tmp_path, options, [], log)
     try:
         engine._process.wait()

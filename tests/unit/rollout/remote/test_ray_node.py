@@ -18,15 +18,15 @@ def ports(first: int) -> list[int]:
 
 def test_engines_have_separate_ports():
     """The second engine skips a block in which another program listens."""
-    first, held = ray_node.find_block(BASE)
-    with held, socket.create_server(("127.0.0.1", first + ray_node.PORTS + 3)):
-        second, also = ray_node.find_block(BASE)
-        with also:
+    first, first_reservation = ray_node.find_block(BASE)
+    with first_reservation, socket.create_server(("127.0.0.1", first + ray_node.PORTS + 3)):
+        second, second_reservation = ray_node.find_block(BASE)
+        with second_reservation:
             assert second >= first + 2 * ray_node.PORTS
             for block in (first, second):
-                own = ports(block)
-                assert len(set(own)) == len(own)
-                assert set(own) <= set(range(block, block + ray_node.PORTS - 1))
-    again, held = ray_node.find_block(BASE)  # a released block is free again
-    held.close()
-    assert again == first
+                block_ports = ports(block)
+                assert len(set(block_ports)) == len(block_ports)
+                assert set(block_ports) <= set(range(block, block + ray_node.PORTS - 1))
+    third, third_reservation = ray_node.find_block(BASE)
+    third_reservation.close()
+    assert third == first  # The first block was released.

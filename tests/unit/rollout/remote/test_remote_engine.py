@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 import zmq
-from unit.rollout.test_turns import Pool, Reply, says, text_of, tokens_of
+from unit.rollout.test_turns import Pool, Reply, observation, text_of, tokens_of
 
 from megatron_brorl.config.schema import EngineConfig, EnvironmentConfig, RolloutConfig
 from megatron_brorl.rollout import remote
@@ -38,7 +38,7 @@ from megatron_brorl.types import Prompt, ScoreResult
 
 FOLDER = Path(remote.__path__[0])
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=8, stop_ids=(2,))
-OPTIONS = EngineOptions("other", "", 50, 40, "float32", 8, (2,), {})
+OPTIONS = EngineOptions("other", "", vocab=50, context=40, dtype="float32", max_rows=8, stop_ids=(2,), section={})
 
 
 class Backend(EngineBackend):
@@ -49,11 +49,11 @@ class Backend(EngineBackend):
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
-        self.heard: list[Any] = []
-        self.given_up = asyncio.Event()
+        self.events: list[Any] = []
+        self.aborted = asyncio.Event()
 
     async def start(self) -> Capabilities:
-        return Capabilities("Other 1.0", 4000, 8)
+        return Capabilities("Other 1.0", kv_tokens=4000, rows=8)
 
     def params(self, sampling, tokens, seed):
         return seed, tokens
@@ -65,32 +65,32 @@ class Backend(EngineBackend):
         ids, (seed, _) = handle
         tokens = [10 + seed % 10, ids[-1], 2]
         if self.slow:
-            await self.given_up.wait()
+            await self.aborted.wait()
             kept = tokens[:2] if self.keeps_cut else []
             return Completion(kept, "cut", [-float(t) for t in kept])
         return Completion(tokens, "stop", [-float(t) for t in tokens])
 
     def abort(self, handle):
-        self.heard.append("abort")
-        self.given_up.set()
+        self.events.append("abort")
+        self.aborted.set()
 
     async def begin(self):
-        self.heard.append("begin")
+        self.events.append("begin")
 
     async def load(self, bucket):
-        self.heard.append(bucket)
+        self.events.append(bucket)
 
     async def finish(self):
-        self.heard.append("finish")
+        self.events.append("finish")
 
     async def sleep(self):
-        self.heard.append("sleep")
+        self.events.append("sleep")
 
     async def wake(self):
-        self.heard.append("wake")
+        self.events.append("wake")
 
     async def wake_caches(self):
-        self.heard.append("wake caches")
+        self.events.append("wake caches")
 
 
 @contextlib.contextmanager
@@ -160,9 +160,9 @@ def test_the_caches_wake_at_the_first_generation(backend, engine, leader):
     ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
     ask(leader, Message("finish", {"version": 3}))
     for _ in range(2):
-        engine.generate([Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)], SAMPLING)
+        engine.generate([Request(Prompt("p", "", (5, 6), None, "exact"), key=7, n=3, first=4)], SAMPLING)
     updates = ["begin", {"path": "x", "records": []}, "finish"]
-    assert backend.heard == ["finish", "sleep", "wake", *updates, "wake caches"]
+    assert backend.events == ["finish", "sleep", "wake", *updates, "wake caches"]
 
 
 @pytest.mark.parametrize("backend", [True, False], indirect=True, ids=["kept", "dropped"])
@@ -174,7 +174,7 @@ def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, en
         def cancelled(self):
             return bool(engine._open_calls)  # as soon as the requests are sent
 
-    request = Request(Prompt("p", "", (5, 6), None, "exact"), 7, 2, 0)
+    request = Request(Prompt("p", "", (5, 6), None, "exact"), key=7, n=2)
     (group,) = engine.generate([request], SAMPLING, Impatient())
     assert [r.finish for r in group] == ["cut", "cut"]
     expected = [[10 + sibling_seed(7, i, 0) % 10, 6] for i in (0, 1)] if backend.keeps_cut else [[], []]
@@ -184,13 +184,13 @@ def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, en
 
 @pytest.mark.parametrize("backend", [True], indirect=True)
 def test_a_withdrawn_request_is_aborted(backend, engine):
-    """The backend aborts its two rollouts, and all end then."""
+    """The backend aborts the two rollouts of this request. Then all rollouts end."""
     withdrawn = threading.Event()
     withdrawn.set()
     prompt = Prompt("p", "", (5, 6), None, "exact")
-    requests = [Request(prompt, 7, 3), Request(prompt, 8, 2, withdrawn=withdrawn)]
+    requests = [Request(prompt, key=7, n=3), Request(prompt, key=8, n=2, withdrawn=withdrawn)]
     engine.generate(requests, SAMPLING)
-    assert backend.heard.count("abort") == 2
+    assert backend.events.count("abort") == 2
 
 
 def test_supply_is_requested_as_there_is_room(engine):
@@ -199,7 +199,7 @@ def test_supply_is_requested_as_there_is_room(engine):
     engine._link.capabilities = engine.capabilities = dataclasses.replace(engine.capabilities, kv_tokens=80)
     assert engine.rows == 4
     prompt = Prompt("p", "", (5, 6), None, "exact")
-    left = [Request(prompt, 7, 2, first) for first in range(6, 20, 2)]
+    left = [Request(prompt, key=7, n=2, first=first) for first in range(6, 20, 2)]
     ended = []
     callbacks = SimpleNamespace(finished=lambda *rollout: ended.append(rollout), cancelled=lambda: False)
 
@@ -214,20 +214,20 @@ def test_supply_is_requested_as_there_is_room(engine):
         def has_more(self):
             return bool(left)
 
-    groups = engine.generate([Request(prompt, 7, 6)], SAMPLING, callbacks, Queue())
+    groups = engine.generate([Request(prompt, key=7, n=6)], SAMPLING, callbacks, Queue())
     assert [r.index for group in groups for r in group] == list(range(20))
     assert {r.finish for group in groups for r in group} == {"stop"}
-    (whole,) = engine.generate([Request(prompt, 7, 20)], SAMPLING)
+    (whole,) = engine.generate([Request(prompt, key=7, n=20)], SAMPLING)
     assert [r.token_ids.tolist() for group in groups for r in group] == [r.token_ids.tolist() for r in whole]
 
 
 def test_turns_are_requests_with_the_whole_prefix(engine):
     """The seed of a turn is keyed by the number of tokens before it. Replies come when the engine has no rows."""
-    end = Reply((), True, ScoreResult(0.5, "ok"))
-    pool = Pool(delay=1, answer=lambda text, last: end if last else says("20 21"))
+    end = Reply((), done=True, score=ScoreResult(0.5, "ok"))
+    pool = Pool(delay=1, answer=lambda text, last: end if last else observation("20 21"))
     pool.cancelled = lambda: None if engine._open_calls else pool.deliver()
     turns = TurnEngine(engine, pool, EnvironmentConfig(factory="e:E", max_turns=3), text_of, tokens_of)
-    request = Request(Prompt("p", "", (5, 6), None, "environment"), 7, 2)
+    request = Request(Prompt("p", "", (5, 6), None, "environment"), key=7, n=2)
     (group,) = turns.generate([request], dataclasses.replace(SAMPLING, max_tokens=30), pool)
     for i, rollout in enumerate(group):
         first, second, third = (10 + sibling_seed(7, i, done) % 10 for done in (1, 6, 11))
@@ -249,7 +249,7 @@ def test_busy_rank_loses_no_answers(tmp_path):
     count = 5000
 
     async def answer_all() -> None:
-        server = Server(Backend(OPTIONS), Capabilities("none", 1000, 10), address(tmp_path))
+        server = Server(Backend(OPTIONS), Capabilities("none", kv_tokens=1000, rows=10), address(tmp_path))
         # A rank with a short receive queue, which does not read yet.
         rank = zmq.Context.instance().socket(zmq.DEALER)
         rank.setsockopt(zmq.RCVHWM, 1)
