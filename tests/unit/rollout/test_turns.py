@@ -51,7 +51,7 @@ def answer(text: str, last: bool) -> Reply:
 
 @dataclass
 class Pool:
-    """Environments, and callbacks of generate. With a delay, replies come at each `delay`-th call of `cancelled`."""
+    """Environments, and callbacks of generate. With a delay, every `delay`-th call of `cancelled` sends the replies."""
 
     delay: int = 0
     answer: Any = answer  # If it returns None, the environment does not reply.
@@ -61,20 +61,20 @@ class Pool:
     ended: list[int] = field(default_factory=list)
     in_thought: list[bool] = field(default_factory=list)  # of each step
 
-    def reset(self, episode, row, reply):
+    def reset(self, episode, row, send):
         self.steps[episode] = []
-        self.hold(reply, observation(FIRST.get(row["id"], "31")))
+        self.queue(send, observation(FIRST.get(row["id"], "31")))
 
-    def step(self, episode, text, last, reply, in_thought=False):
+    def step(self, episode, text, last, send, in_thought=False):
         self.steps[episode].append((text, last))
         self.in_thought.append(in_thought)
-        self.hold(reply, self.answer(text, last))
+        self.queue(send, self.answer(text, last))
 
     def end(self, episode):
         self.ended.append(episode)
 
-    def hold(self, reply, outcome):
-        self.undelivered += [(reply, outcome)] if outcome else []
+    def queue(self, send, reply):
+        self.undelivered += [(send, reply)] if reply else []
         if not self.delay:
             self.deliver()
 
@@ -106,9 +106,9 @@ def sample(model, pool, batch=None, sampling=SAMPLING, supply=None, max_rows=100
 
 
 def facts(rollout):
-    e = rollout.episode
-    tokens = list(zip(rollout.token_ids.tolist(), e.sampled.tolist(), strict=True))
-    return tokens, rollout.finish, e.turns, e.calls, e.malformed, e.score.reward
+    episode = rollout.episode
+    tokens = list(zip(rollout.token_ids.tolist(), episode.sampled.tolist(), strict=True))
+    return tokens, rollout.finish, episode.turns, episode.calls, episode.malformed, episode.score.reward
 
 
 def check_equal(rollouts, expected, tolerance=1e-5):
@@ -135,7 +135,8 @@ def played(model, prompt, sampling, max_turns):
             break
         tokens += observed
     counts = turn, sum(r.calls for r in replies), sum(r.malformed for r in replies)
-    finish, reward = "stop" if replies[-1].done and stopped else "length", getattr(replies[-1].score, "reward", 0.0)
+    finish = "stop" if replies[-1].done and stopped else "length"
+    reward = getattr(replies[-1].score, "reward", 0.0)
     return (tokens, finish, *counts, reward), steps
 
 
@@ -194,7 +195,7 @@ def test_tokens_do_not_depend_on_the_split_over_ranks(model, whole):
         rollouts = sample(model, Pool(delay=2), given, supply=Drawer(supplied, rows=8), max_rows=5)
         prompts = [request.prompt.id for request in given + supplied for _ in range(request.n)]
         by_sibling |= {(prompt, r.index): r for prompt, r in zip(prompts, rollouts, strict=True)}
-    check_equal([by_sibling[place] for place in sorted(by_sibling)], whole)
+    check_equal([by_sibling[key] for key in sorted(by_sibling)], whole)
 
 
 def test_a_stop_string_of_an_earlier_turn_does_not_end_a_turn(model):

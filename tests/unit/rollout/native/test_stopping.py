@@ -110,15 +110,15 @@ def ids_with(tokenizer, text):
     rest = text
     tags = {tag: [i for i in range(3, 12) if tokenizer.decode_all([i]) == tag] for tag in TAGS}
     while rest:
-        at, tag = min(((rest.find(t), t) for t, ids in tags.items() if ids and t in rest), default=(len(rest), ""))
-        parts += [*tokenizer.encode(rest[:at]), *tags.get(tag, [])]
-        rest = rest[at + len(tag) :]
+        begin, tag = min(((rest.find(t), t) for t, ids in tags.items() if ids and t in rest), default=(len(rest), ""))
+        parts += [*tokenizer.encode(rest[:begin]), *tags.get(tag, [])]
+        rest = rest[begin + len(tag) :]
     return parts
 
 
 def responses(tokenizer, strings, draw):
     """Return token ids of texts around the stop strings, with random tokens in between."""
-    usual = lambda: draw.randrange(tokenizer.vocab_size + 3)  # noqa: E731  some ids are outside of the vocabulary
+    any_id = lambda: draw.randrange(tokenizer.vocab_size + 3)  # noqa: E731  some ids are outside of the vocabulary
     for s in strings:
         before, after = (" ".join(draw.choices(WORDS, k=draw.randint(0, 25))) for _ in range(2))
         for write in (tokenizer.encode, lambda text: ids_with(tokenizer, text)):
@@ -126,11 +126,11 @@ def responses(tokenizer, strings, draw):
             yield [*write(before), *write(s), *write(after)]  # the tokenizer would choose other tokens
             # Tokens that add no text, and parts of characters.
             whole = write(f"{before} {s}{after}")
-            at = draw.randrange(len(whole) + 1)
-            yield whole[:at] + [draw.choice([tokenizer.vocab_size, usual()])] * draw.randint(1, 9) + whole[at:]
+            cut = draw.randrange(len(whole) + 1)
+            yield whole[:cut] + [draw.choice([tokenizer.vocab_size, any_id()])] * draw.randint(1, 9) + whole[cut:]
         part = tokenizer.encode(s)
-        yield [usual() for _ in range(20)] + part[draw.randrange(len(part) or 1) :] + part + [usual()]
-    yield [usual() for _ in range(40)]
+        yield [any_id() for _ in range(20)] + part[draw.randrange(len(part) or 1) :] + part + [any_id()]
+    yield [any_id() for _ in range(40)]
 
 
 def test_a_response_ends_where_brute_force_ends_it(tokenizer):
@@ -179,16 +179,17 @@ def test_rows_end_independently(tmp_path):
     tokenizer = byte_level(tmp_path)
     end = tokenizer.encode("q")[0]
     stops = StopCriteria((end,), ("ab", "答"), tokenizer.decode)
-    rows = [tokenizer.encode(text) for text in ("x ab", "x 答 y", "xq", "a b")]
+    rows = {4: "x ab", 0: "x 答 y", 5: "xq", 2: "a b"}  # by slot
+    rows = {slot: tokenizer.encode(text) for slot, text in rows.items()}
     tokens = torch.zeros(6, 30, dtype=torch.int64)
-    for row, ids in zip((4, 0, 5, 2), rows, strict=True):
+    for row, ids in rows.items():
         tokens[row, : len(ids)] = torch.tensor(ids)
     ends = {}
-    for n in range(1, 1 + max(map(len, rows))):
-        active = torch.tensor([row for row, ids in zip((4, 0, 5, 2), rows, strict=True) if len(ids) >= n])
+    for n in range(1, 1 + max(map(len, rows.values()))):
+        active = torch.tensor([row for row, ids in rows.items() if len(ids) >= n])
         produced = torch.full((6,), n)
         hits = stops.hit(tokens[active, n - 1], active, tokens, produced, torch.zeros_like(produced))
         for row, hit in zip(active.tolist(), hits, strict=True):
             if hit:
                 ends.setdefault(row, n)
-    assert ends == {4: len(rows[0]), 0: brute_force(tokenizer.decode, ("答",), rows[1]), 5: len(rows[2])}
+    assert ends == {4: len(rows[4]), 0: brute_force(tokenizer.decode, ("答",), rows[0]), 5: len(rows[5])}

@@ -98,7 +98,8 @@ def test_log_probs_are_those_of_the_sampling_distribution(pair):
             assert rollout.finish == "stop" or len(rollout.token_ids) == 40
 
 
-def same_tokens(a, b) -> float:
+def equal_share(a, b) -> float:
+    """Return the share of rollouts with equal tokens."""
     pairs = list(zip(a, b, strict=True))
     return sum(x.token_ids.tolist() == y.token_ids.tolist() for x, y in pairs) / len(pairs)
 
@@ -154,8 +155,8 @@ class Drawer:
         return False
 
 
-@pytest.mark.parametrize("memory", [0, 24])
-def test_rollouts_from_a_supply_equal_those_of_one_call(model, memory, ops):
+@pytest.mark.parametrize("pages", [0, 24])
+def test_rollouts_from_a_supply_equal_those_of_one_call(model, pages, ops):
     """With few slots or few pages, rows in flight fit, the whole supply is sampled, and tokens are the same."""
     shape = model[0]
     sampling = replace(SAMPLING, top_p=0.95, max_tokens=30)
@@ -165,20 +166,21 @@ def test_rollouts_from_a_supply_equal_those_of_one_call(model, memory, ops):
     # This rank has the first request. The supply has the others, in pieces of eight rollouts.
     pieces = [Request(r.prompt, r.key, n=8, first=first) for r in requests[1:] for first in range(0, 64, 8)]
     supply = Drawer(pieces, 3 * 64)
-    memory *= page_bytes(read_shape(shape), torch.float32, 64 if ops.contiguous else 16, ops.contiguous)
-    engine = make_engine(*model, max_rows=20, memory=memory, ops=ops)
+    page = page_bytes(read_shape(shape), torch.float32, 64 if ops.contiguous else 16, ops.contiguous)
+    engine = make_engine(*model, max_rows=20, memory=pages * page, ops=ops)
     own, *rest = engine.generate(requests[:1], sampling, supply=supply)
     assert not supply.left
     assert all(1 <= room <= 20 for room in supply.rooms)
-    assert max(supply.rooms) <= (memory // 2 or 20)  # a row needs two pages at its end
+    if pages and not ops.contiguous:
+        assert max(supply.rooms) <= pages // 2  # a row needs two pages at its end
     assert len(rest) == len(pieces)
     regrouped = [own, *([r for part in rest[8 * i : 8 * i + 8] for r in part] for i in range(3))]
     for whole, parts in zip(together, regrouped, strict=True):
         assert [r.index for r in parts] == list(range(64))
-        assert same_tokens(whole, parts) >= 0.98  # others differ by rounding
-    nothing = make_engine(*model, max_rows=20)
-    assert nothing.generate([], sampling, supply=Drawer([], 0)) == []
-    assert [len(rollouts) for rollouts in nothing.generate([], sampling, supply=Drawer(pieces[:2], 16))] == [8, 8]
+        assert equal_share(whole, parts) >= 0.98  # others differ by rounding
+    # Calls without requests of this rank.
+    assert engine.generate([], sampling, supply=Drawer([], 0)) == []
+    assert [len(rollouts) for rollouts in engine.generate([], sampling, supply=Drawer(pieces[:2], 16))] == [8, 8]
 
 
 @pytest.mark.parametrize("sample", [sample_tokens, fused_decode.sample_tokens])
@@ -208,7 +210,7 @@ def test_context_overflow_and_stop_strings_without_a_decoder_are_errors(model):
         make_engine(*model).generate(requests, replace(SAMPLING, max_tokens=3, stop_ids=(), stop_strings=("z",)))
 
 
-class Watching:
+class Callbacks:
     """Callbacks that count finished rollouts and cancel the call after `limit` of them."""
 
     def __init__(self, limit=10**9):
@@ -222,22 +224,22 @@ class Watching:
         return len(self.ended) >= self.limit
 
 
-def test_evicted_rows_continue_with_the_same_tokens(model):
+def test_evicted_rows_continue_with_the_equal_share(model):
     """With pages for a third of the rows' tokens, rows are evicted and continue; tokens are the same."""
     sampling = replace(SAMPLING, max_tokens=100)
     requests = [Request(p, key=stream_key(0, 4, p.id), n=40) for p in prompts((30, 9, 17))]
-    ample = make_engine(*model)
-    expected = ample.generate(requests, sampling)
-    page = page_bytes(ample.shape, torch.float32)
-    short = make_engine(*model, memory=40 * page)
-    callbacks = Watching()
-    evicted = short.generate(requests, sampling, callbacks)
-    assert ample._pool.size > 3 * short._pool.size
+    large = make_engine(*model)
+    expected = large.generate(requests, sampling)
+    page = page_bytes(large.shape, torch.float32)
+    small = make_engine(*model, memory=40 * page)
+    callbacks = Callbacks()
+    evicted = small.generate(requests, sampling, callbacks)
+    assert large._pool.size > 3 * small._pool.size
     assert sorted(callbacks.ended) == [(i, j) for i in range(3) for j in range(40)]
     for a, b in zip(expected, evicted, strict=True):
         assert [r.index for r in b] == list(range(40))
         assert [sum(n for _, n in r.spans) for r in b] == [len(r.token_ids) for r in b]
-        assert same_tokens(a, b) >= 0.97
+        assert equal_share(a, b) >= 0.97
     with pytest.raises(UserError, match=r"rollout.kv_cache_mib: the longest prompt with one response of 100 tokens"):
         make_engine(*model, memory=8 * page).generate(requests, sampling)
 
@@ -255,7 +257,7 @@ def test_cut_rollouts_continue_unchanged(model, ops):
         groups = engine.generate(requests, limited)
         pairs = list(zip(requests, groups, strict=True))
         finished |= {(a.prompt.id, r.index): r for a, g in pairs for r in g if r.finish != "cut"}
-        requests = [Request(a.prompt, a.key, 1, r.index, (r,)) for a, g in pairs for r in g if r.finish == "cut"]
+        requests = [replace(a, n=1, first=r.index, begun=(r,)) for a, g in pairs for r in g if r.finish == "cut"]
         rounds += 1
         engine.version += 1
     assert rounds == 4  # 13, 26, 39, 50 tokens
@@ -276,7 +278,7 @@ def test_a_cancelled_call_returns_unfinished_rollouts(model, ops):
     requests = [Request(p, key=stream_key(0, 4, p.id), n=50) for p in prompts()]
     sampling = replace(SAMPLING, max_tokens=60)
     whole = engine.generate(requests, sampling)
-    callbacks = Watching(limit=20)
+    callbacks = Callbacks(limit=20)
     groups = engine.generate(requests, sampling, callbacks)
     assert [[r.index for r in g] for g in groups] == [list(range(50))] * 4
     ended = {(i, r.index) for i, g in enumerate(groups) for r in g if r.finish != "cut"}
@@ -286,9 +288,9 @@ def test_a_cancelled_call_returns_unfinished_rollouts(model, ops):
     cut = [(x, y) for x, y in cut if y.finish == "cut"]
     same = sum(x.token_ids[: len(y.token_ids)].tolist() == y.token_ids.tolist() for x, y in cut)
     assert same >= 0.98 * len(cut)
-    assert {len(y.token_ids) for _, y in cut} >= {0}  # the rows that were waiting
+    assert any(len(y.token_ids) == 0 for _, y in cut)  # rows that were waiting
     repeated = engine.generate(requests, sampling)
-    assert all(same_tokens(a, b) == 1 for a, b in zip(whole, repeated, strict=True))
+    assert all(equal_share(a, b) == 1 for a, b in zip(whole, repeated, strict=True))
 
 
 def test_a_withdrawn_request_ends_and_the_others_do_not(model, ops):
@@ -300,16 +302,17 @@ def test_a_withdrawn_request_ends_and_the_others_do_not(model, ops):
     whole = engine.generate([second], sampling)[0][0]
     withdrawn = threading.Event()
 
-    class Withdrawing(Watching):
+    class Withdrawing(Callbacks):
         def cancelled(self):
             withdrawn.set()
             return False
 
-    kept, gone = engine.generate([first, replace(second, withdrawn=withdrawn)], sampling, Withdrawing())
+    kept, ended = engine.generate([first, replace(second, withdrawn=withdrawn)], sampling, Withdrawing())
     assert [r.token_ids.tolist() for r in kept] == [r.token_ids.tolist() for r in expected]
-    assert [r.finish for r in gone] == ["cut"]
-    assert 0 < len(gone[0].token_ids) < len(whole.token_ids)
-    assert gone[0].token_ids.tolist() == whole.token_ids[: len(gone[0].token_ids)].tolist()
+    assert [r.finish for r in ended] == ["cut"]
+    tokens = ended[0].token_ids.tolist()
+    assert 0 < len(tokens) < len(whole.token_ids)
+    assert tokens == whole.token_ids[: len(tokens)].tolist()
 
 
 @pytest.mark.parametrize("ops", [FusedDecode, FlashDecode, DecodeOps])
@@ -328,8 +331,8 @@ def moe(request, tmp_path_factory):
 
 ROUTES = replace(SAMPLING, stop_ids=(2,), routes=True)
 # The last two share a block of 64 tokens.
-ROUTED = [Request(replace(p, token_ids=prompts((70,))[0].token_ids + p.token_ids), 5, 6) for p in prompts((9, 1))]
-ROUTED = [Request(prompts()[2], 5, 6), *ROUTED]
+LONG_PROMPTS = [replace(p, token_ids=prompts((70,))[0].token_ids + p.token_ids) for p in prompts((9, 1))]
+ROUTED = [Request(p, key=5, n=6) for p in (prompts()[2], *LONG_PROMPTS)]
 
 
 def assert_routes(model, groups, dtype=torch.uint8):

@@ -48,8 +48,8 @@ def write_on_all_ranks(path, streams, dtype=torch.float32, encode=unchanged):
     copies: list[set[str]] = [set() for _ in range(ranks)]
 
     def rank(i):
-        def exchange(own):
-            gathered[i] = own
+        def exchange(value):
+            gathered[i] = value
             barrier.wait(60)
             result = list(gathered)
             barrier.wait(60)  # The next exchange overwrites `gathered`.
@@ -114,7 +114,7 @@ def test_files_are_mapped_and_registered_once(tmp_path, monkeypatch):
 
 
 def damaged(pairs, name):
-    return [ChecksummedTensor(name, p[1] + 1, p.checksum) if p[0] == name else p for p in pairs]
+    return [ChecksummedTensor(name, pair[1] + 1, pair.checksum) if pair[0] == name else pair for pair in pairs]
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "breaks off"])
