@@ -97,6 +97,7 @@ def main() -> None:
                 "cache_prompt": False,
             }
             choices = server.handle_completions(request)["choices"]
+            # The text of token i is "<i>".
             rows += [[int(token) for token in re.findall(r"<(\d+)>", choice["text"])] for choice in choices]
         return rows
 

@@ -87,9 +87,6 @@ class Paired:
     one_tailed: float  # probability of a larger t if there is no difference
     two_tailed: float
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def paired(
     before: Sequence[float], after: Sequence[float], resamples: int, seed: int, bounds: Bounds | None = None

@@ -35,7 +35,7 @@ class Checkpoint:
     """The tensors of a Hugging Face directory, read on demand.
 
     The files are those that transformers loads: model.safetensors has precedence over an index, and all tensors of a
-    shard that the index names are used, even those that it does not list.
+    shard that the index names are used, even those that the index does not list.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -159,7 +159,7 @@ def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
     # As megatron.core.dist_checkpointing.save does before it writes.
     sharded, common = save_preprocess(states)
     by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    tensors = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
+    tensors = torch_strategy.mcore_to_pyt_state_dict(by_key, is_loading=False)
 
     # Rank 0 gathers the plans and returns the index of all of them.
     planner = torch_strategy.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)

@@ -39,7 +39,8 @@ def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tupl
         # A named column must be in every row, although it may be null. Unnamed columns may be missing.
         if name and value is _MISSING:
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
-        # An unnamed column may have the name of a key by chance: only a text or a number can be an answer.
+        # An unnamed column may have the name of a key by chance. "task" is read only if it is named, and an answer must
+        # be a text or a number.
         by_chance = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
         is_read = value is not _MISSING and bool(name or not by_chance)
         row[key] = value if is_read else None

@@ -280,8 +280,8 @@ class HuggingFaceTokenizer:
         return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        known = [int(i) for i in ids]
-        return str(self._inner.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        token_ids = [int(i) for i in ids]
+        return str(self._inner.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def vocabulary(self) -> dict[str, tuple[int, bool]]:
         return {token: (i, token in self._special) for token, i in self._inner.get_vocab().items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def _compared(
     result["gained"] = sum(after[k]["right"] > 0 and before[k]["right"] == 0 for k in keys)
     if len(keys) > 1:  # A single difference has no spread.
         for m, (a, b) in scores.items():
-            result[_METRICS[m][1]] = paired(a, b, _RESAMPLES, seed=0, bounds=_METRICS[m][4]).as_dict()
+            result[_METRICS[m][1]] = asdict(paired(a, b, _RESAMPLES, seed=0, bounds=_METRICS[m][4]))
     return result
 
 

@@ -115,7 +115,7 @@ class _Draws:
 
 
 def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
-    """Return n times the change of Q from tokens that half of the siblings drew, valued by the other half, [S].
+    """Return the change of Q, times the number of siblings, from tokens that half of them drew, [S].
 
     p [K]: the probability of each pair. One half takes the step, with its own means as R_j and its own S_R. The other
     half estimates p_j (f_j - Q) without bias, by the covariance of token and reward. The result is the mean over both
@@ -129,9 +129,9 @@ def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
         in_half = (half == h).double()
         count = draws.sum_by_pair(in_half)
         earned = draws.sum_by_pair(in_half * draws.reward)
-        n = sums(count)
-        mean = (sums(earned) / n)[draws.pair_position]
-        worths.append((earned - count * mean) / (n - 1)[draws.pair_position])
+        drawn = sums(count)
+        mean = (sums(earned) / drawn)[draws.pair_position]
+        worths.append((earned - count * mean) / (drawn - 1)[draws.pair_position])
         # The surrogate does not move tokens that this half did not draw.
         weight = torch.where(count > 0, earned / count.clamp(min=1) - mean, 0.0)
         s_r = sums(weight * p)[draws.pair_position]

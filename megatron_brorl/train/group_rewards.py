@@ -81,6 +81,7 @@ class GroupRewards:
         rollouts: of this rank. Raises StepError if a score is not finite or missing, or if most calls fail.
         """
         config = self.runner.reward
+        # [groups, N]: the survivors of the groups that have neither a cut rollout nor scores.
         new = outcomes.ended & ~(outcomes.state == CUT).any(1, keepdim=True)
         new[list(self.scored)] = False
         chosen = new.any(1).nonzero()[:, 0].tolist()
@@ -90,9 +91,10 @@ class GroupRewards:
         with span("score", allowance_s=config.timeout_s * max(len(chosen), 1)):
             for g, future in self._submit(groups, rollouts, outcomes, new).items():
                 result = future.result()
-                for rollout, score in result.parts.items():
+                for rollout, score in result.parts.items():  # by index
                     table[g, int(rollout)] = score
-                failed += [(result.status, result.reason)] * (result.status != "ok")
+                if result.status != "ok":
+                    failed.append((result.status, result.reason))
         # One rank scores each group, so the sum adds its scores to zeros.
         table = collectives.all_reduce_tensor(table)
 

@@ -9,7 +9,8 @@ from megatron_brorl.models.layers.attention import Segments, attend
 from megatron_brorl.parallel.packing import PackedGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-# Prompts shorter and longer than a piece of 512 queries, a plain group, and a segment of one token.
+# PackedGroup(tokens of the shared prompt, ((count, length of a segment), ...)). Prompts are shorter and longer than a
+# piece of 512 queries; there are a group without a shared prompt and segments of one token.
 SHARED = (PackedGroup(700, ((3, 1), (2, 300), (1, 531))), PackedGroup(0, ((2, 90),)), PackedGroup(33, ((40, 20),)))
 PLAIN = (PackedGroup(0, ((1, 1), (5, 64), (1, 1000))),)
 

@@ -33,7 +33,7 @@ def test_every_policy_loss_has_a_formula_here():
 def test_value_gradient_and_clipped_tokens(name, ops, dtype, ratio, by_user):
     """A token counts as clipped if the bounds change its objective."""
     case = make(rows=240, width=20, vocab=90)
-    case = case.change(advantages=case.tokens.advantages * (torch.arange(240) % 4 > 0))
+    case = case.change(advantages=case.tokens.advantages * (torch.arange(240) % 4 > 0))  # 0 never counts as clipped
     settings = dataclasses.replace(SETTINGS, policy_loss=name, ratio=ratio)
     if by_user:
         settings = PolicyLossSettings(is_cap=SETTINGS.is_cap, policy_loss=f"{FILE}:{name}_{ratio}")

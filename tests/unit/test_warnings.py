@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
 print("imported")
 """
-# Warnings of the same modules and categories that a user can act on.
+# Warnings that a user can act on, of the modules and categories whose other warnings are filtered.
 OTHERS = """
 for category, text in ((UserWarning, "the device is out of memory"), (FutureWarning, "`other` is deprecated")):
     warnings.warn_explicit(text, category, "optimizer.py", 1, module="megatron.core.optimizer")

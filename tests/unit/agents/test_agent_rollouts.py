@@ -93,7 +93,7 @@ def test_log_probs_of_all_tokens_are_those_of_transformers(model):
     assert len(rollouts) == 8
     for r in rollouts:
         assert r.episode.score.reward == 7  # the number of messages
-        assert len(r.episode.starts) == 1
+        assert len(r.episode.starts) == 1  # a single token sequence
         assert r.episode.turns == 3
     check_log_probs(model, rollouts)
     tokenizer = load_tokenizer(model[0])

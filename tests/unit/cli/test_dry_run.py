@@ -16,7 +16,7 @@ import torch
 from command_line import output
 from e2e.runs import ENVIRONMENT
 from safetensors.torch import load_file, save_file
-from unit.data.test_call_formats import OTHERS, READABLE
+from unit.data.test_call_formats import READABLE, UNREADABLE
 from unit.data.test_tokenizers import CHAT, make_hf
 
 from megatron_brorl import train
@@ -112,7 +112,7 @@ def raising(folder: Path) -> None:
 
 def calls_of(name: str) -> Callable[[Path], object]:
     """Return a function that gives the model the chat template of a name."""
-    return lambda folder: make_hf(folder / "model", chat_template=(READABLE | OTHERS)[name])
+    return lambda folder: make_hf(folder / "model", chat_template=(READABLE | UNREADABLE)[name])
 
 
 CALCULATOR = ["environment.factory=megatron_brorl.environments.calculator:Calculator", "data.chat=true"]

@@ -39,7 +39,7 @@ CODER = template("\n" + XML)
 # As in Qwen3.5, whose prompts end with <think> and whose turns have an empty thought.
 THINKING = template(XML, thought="<think>\n\n</think>\n\n")
 READABLE = {"hermes": TOOLS, "no calls": ROLES, "json": LLAMA, "xml": CODER, "xml after a thought": THINKING}
-OTHERS = {
+UNREADABLE = {
     "mistral": template("[TOOL_CALLS] [{{ c | tojson }}]"),
     "not escaped": template('<tool_call>{"name": "{{ c.name }}", "arguments": {{ c.arguments }}}</tool_call>'),
     "other tag": template("<function={{ c.name }}>{{ c.arguments | tojson }}</function>"),
@@ -71,10 +71,10 @@ def test_calls_that_a_template_writes_are_read_back(tmp_path, name):
         assert [(call.name, call.arguments) for call in calls_read] == expected
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", UNREADABLE)
 def test_a_template_whose_calls_cannot_be_read_is_refused(tmp_path, name):
     """Training on its rows with calls, too. Other rows can be used."""
-    tokenizer, _ = load(tmp_path, OTHERS[name])
+    tokenizer, _ = load(tmp_path, UNREADABLE[name])
     message = rf"{tmp_path}[^\n]*: the chat template writes a tool call as [^\n]*environments\.md$"
     with pytest.raises(UserError, match=message):
         tokenizer.call_format({})

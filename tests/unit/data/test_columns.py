@@ -1,4 +1,4 @@
-"""Test files with other column names than this project's, with and without conversations."""
+"""Data files whose columns have other names than this project's, with and without conversations."""
 
 import json
 
@@ -84,9 +84,9 @@ def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns, others, 
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert guess_columns(path, {}) == Guess(columns, others, is_chat, is_scored)
-    [read] = read_rows(path, RowFormat("none", columns=ColumnsConfig(**columns)))
-    assert isinstance(read.prompt, list) == is_chat
-    assert (read.answer is not None or "verifier" in row) == is_scored
+    [parsed] = read_rows(path, RowFormat("none", columns=ColumnsConfig(**columns)))
+    assert isinstance(parsed.prompt, list) == is_chat
+    assert (parsed.answer is not None or "verifier" in row) == is_scored
 
 
 OBJECTS = [  # arguments of a check, as in RLVR-IFeval, IF multi-constraints (allenai) and code with tests

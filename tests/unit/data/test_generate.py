@@ -70,9 +70,9 @@ def test_a_prompt_is_a_pure_function_of_its_index(tokenizer):
 
 
 def test_one_task_does_not_change_the_items_of_another(tokenizer):
-    power = TaskConfig("decimal_chain_sum", config={"min_digits": 14, "max_digits": 14})  # more than 12 digits
+    long_numbers = TaskConfig("decimal_chain_sum", config={"min_digits": 14, "max_digits": 14})  # more than 12 digits
     rounding = TaskConfig("decimal_arithmetic")  # sets the precision of the process to 12
-    mixed = stream(DataConfig(tasks=(power, rounding)), tokenizer)
+    mixed = stream(DataConfig(tasks=(long_numbers, rounding)), tokenizer)
     mixed.prompts(0, 20)
     sums = [p for p in mixed.prompts(0, 20) if p.id.startswith("decimal_chain_sum")]
     assert sums
@@ -117,7 +117,7 @@ def test_held_out_prompts_are_different_and_excluded(tokenizer):
     assert train.prompts(499, 1) == prompts[499:]
     free = stream(config, tokenizer, 1).prompts(0, 500)
     same = sum(a == b for a, b in zip(free, prompts, strict=True))
-    assert 100 < same < 450  # only held-out prompts were replaced
+    assert 100 < same < 450  # only held-out prompts, 100 of 162 or 200, were replaced: 190 to 250 are expected to stay
     with pytest.raises(UserError, match=r"data\.tasks: 1000 draws in a row .*ask for fewer"):
         stream(config, tokenizer, 2).held_out(300)
 

@@ -27,8 +27,8 @@ def tokenizer(tmp_path_factory):
     return train_sentencepiece([*texts, "Q: A:\n"], tmp_path_factory.mktemp("tokenizer"), 64)
 
 
-def write(path: Path, *lines: bytes, end: bytes = b"\n") -> Path:
-    path.write_bytes(end.join(lines) + end)
+def write(path: Path, *lines: bytes) -> Path:
+    path.write_bytes(b"\n".join(lines) + b"\n")
     return path
 
 

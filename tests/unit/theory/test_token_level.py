@@ -45,12 +45,12 @@ def test_the_changes_are_unbiased(n, rates):
 
     # The surrogate's step by one half of the siblings, at the true success rates of the tokens.
     expected = 0.0
-    for x, r, weight in zip(token, reward, chance, strict=True):
+    for x, r, probability in zip(token, reward, chance, strict=True):
         for half in (slice(0, None, 2), slice(1, None, 2)):
             mean = r[half].mean()
             better = {j: r[half][x[half] == j].mean() - mean for j in set(x[half].tolist())}
             s_r = sum(P[j] * b for j, b in better.items())
-            expected += weight * sum(P[j] ** 2 * (f[j] - q) * (b - s_r) for j, b in better.items()) / n / 2
+            expected += probability * sum(P[j] ** 2 * (f[j] - q) * (b - s_r) for j, b in better.items()) / n / 2
     assert float(chance @ result.sampled.numpy()) == pytest.approx(expected, rel=1e-12, abs=1e-15)
     all_equal = len(set(rates)) == 1
     assert (gradient == 0) == all_equal

@@ -28,7 +28,7 @@ def replicas(processes):
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
 def test_kl_in_the_reward(replicas, ops, kind):
-    """r_t = -beta KL_t plus the reward at the last token, and A_t is the sum of r from t on."""
+    """r_t = -beta KL_t plus the group advantage at the last token. A_t is the sum of r from t on, whitened for some."""
     g = torch.Generator().manual_seed(1)
     kl = [torch.randn(n, generator=g) for n in LENGTHS]
     algo = AlgoConfig(advantage=kind, kl_coef=0.3, kl_in="reward", kl_estimator="k1")

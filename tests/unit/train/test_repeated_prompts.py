@@ -33,7 +33,8 @@ def test_groups_of_a_run_have_distinct_random_streams(rows, prompts):
         responses = []
         for step in range(3 * rows // prompts + 3):
             step_prompts = source.prompts(step * prompts, prompts)
-            step_requests, _ = requests([(g, 0) for g in range(prompts)], make_groups(step_prompts, step), {}, seed)
+            slots = [(group, 0) for group in range(prompts)]  # the first rollout of each group
+            step_requests, _ = requests(slots, make_groups(step_prompts, step), {}, seed)
             assert [r.prompt for r in step_requests] == step_prompts
             ids = set()
             for request in step_requests:

@@ -76,7 +76,7 @@ while True:
 """,
 }
 
-# Programs that end by a signal or a limit.
+# Programs that end at once, by a signal or by a limit.
 CRASHING = {
     "segmentation fault": "import ctypes; ctypes.string_at(0)",
     "recursion in C": "x = []\nfor _ in range(10 ** 6): x = [x]\nrepr(x)\nimport sys; sys.setrecursionlimit(10 ** 9)\n"
