@@ -50,7 +50,7 @@ class Call:
     # Set before the call is submitted.
     limit: int = 0  # most tokens of the completion
     stop: tuple[str, ...] = ()  # strings
-    done: Callable[[], Any] = lambda: None  # called when the fields below are set, or never will be
+    done: Callable[[], Any] = lambda: None  # called when the fields below are set or the call is withdrawn
     # Set when the completion is known.
     reply: Message = field(default_factory=dict)
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [G], sampled
@@ -78,7 +78,8 @@ class Sequences:
             ids = earlier_ids + self.chat.proceed(messages[len(earlier.messages) + 1 :], tools, earlier.stopped)
         else:
             ids = self.chat.render(messages, tools)
-            earlier = earlier if ids[: len(earlier_ids)] == earlier_ids else None
+            if ids[: len(earlier_ids)] != earlier_ids:  # for example because the template drops earlier thoughts
+                earlier = None
         repeats = sum(call.prompt_ids == ids for call in self.calls)
         call = Call(messages, tools, ids, earlier, stream_key(self.key, repeats, *ids))
         self.calls.append(call)

@@ -28,7 +28,7 @@ from megatron_brorl.signals import LAUNCHER
 
 PREFIX = "brorl-engine-"
 MAX_RESTARTS = 3  # in a row, without a completed call, before the run ends
-_POLL_S = 0.2
+_POLL_S = 0.2  # seconds per wait for messages
 _SILENT_S = 1.5  # say hello again after this silence, because a restarted process does not know this client
 # Variables to remove, because with them an engine's workers would act as ranks of the trainer's launcher.
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")
@@ -118,7 +118,7 @@ class Connection:
         self._last_hello = 0.0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(option, 0)
+            self._socket.setsockopt(option, 0)  # Drop unsent messages at the end; queue any number before.
         self._socket.connect(address)
 
     def send(self, message: Message) -> None:
@@ -322,7 +322,7 @@ class Supervisor:
                 if self._closing.is_set() or self.failure:
                     return
                 try:
-                    self._link.poll(0)
+                    self._link.poll(seconds=0)
                     why = self._problem()
                     # The trainer uses the memory of a sleeping engine, so wake() restarts a dead engine.
                     if why and not self._asleep:

@@ -41,7 +41,7 @@ from megatron_brorl.rollout.remote.weights_in_trainer import (
 from megatron_brorl.rollout.weight_stream import UpdateRefused
 from megatron_brorl.types import Rollout
 
-_POLL_S = 0.05
+_POLL_S = 0.05  # seconds per wait for messages
 _STOP_S = 10.0  # seconds that an engine has to end cancelled calls
 
 

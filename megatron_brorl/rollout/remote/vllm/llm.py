@@ -44,7 +44,7 @@ class VllmBackend(EngineBackend):
         self.options = options
         self.config = EngineConfig(**options.section)
         self.on_gpu = torch.cuda.is_available()
-        self._names = count()
+        self._names = count()  # of requests in vLLM
         self._aborting: set[asyncio.Task[None]] = set()
         if self.config.quantization == "fp8" and not self.on_gpu:
             raise ValueError("engine.quantization = 'fp8' needs a GPU: set 'none'")
