@@ -96,7 +96,7 @@ def prepare(job: Job) -> Counts:
     """
     counts = Counts()
     contamination = _contamination(job.evaluations)
-    answers: dict[bytes, str] = {}  # digest of a problem -> digest of its first answer
+    answers: dict[bytes, str] = {}  # digest of a problem -> its first answer, normalized
     ids: set[str] = set()
     first_reason = ""
     with _open(job.out) as out, _open(job.dropped) as dropped:

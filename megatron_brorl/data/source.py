@@ -50,7 +50,7 @@ class FileSource:
 
     def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
         self._prompts = prompts
-        self._order = functools.lru_cache(maxsize=2)(functools.partial(_shuffled, len(prompts), seed))
+        self._order = functools.lru_cache(maxsize=2)(functools.partial(_shuffled, len(prompts), seed))  # by epoch
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
         return [self.at(position) for position in range(start, start + count)]
@@ -96,7 +96,7 @@ def mixture_positions(weights: Sequence[int], start: int, count: int) -> list[tu
         used[source] += 1
         return source, used[source] - 1
 
-    # By the bound of MixtureSource, no source has had fewer prompts than this before `start`.
+    # By the bound of MixtureSource, source i has had start w_i - (1 + k w_i) / 2 prompts or more, with w_i = w / total.
     total = sum(weights)
     used = [max(0, -(-(2 * start * w - total - len(weights) * w) // (2 * total))) for w in weights]
     for _ in range(start - sum(used)):
@@ -234,12 +234,12 @@ class _Reader:
         rows: list[Row] = []
         for name in files:
             path = data_file(name)
-            read = read_rows(path, row_format)
-            if not read:
+            file_rows = read_rows(path, row_format)
+            if not file_rows:
                 raise UserError(f"{path}: the file has no rows ({key}); remove it from the list or fill it")
-            rows += read
-            self.files.append((key, name, len(read)))
-            self.report.append(f"{key}: {len(read)} prompts from {name}")
+            rows += file_rows
+            self.files.append((key, name, len(file_rows)))
+            self.report.append(f"{key}: {len(file_rows)} prompts from {name}")
 
         # Two rows with one id would draw the same random numbers.
         repeated = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]

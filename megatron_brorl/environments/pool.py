@@ -60,7 +60,7 @@ Send = Callable[[Reply], None]
 class EnvironmentPool:
     """Environments by the number of their episode, which the caller chooses. Thread-safe.
 
-    A reply is passed to a function, in the thread of the pool. `end` and `close` drop the replies that have not arrived.
+    A reply is passed to a function, in the thread of the pool. After `end` or `close`, replies are dropped.
     """
 
     # "my_env.py:Class", or a class, which runs in this process. Check it with `describe` first.
