@@ -170,8 +170,7 @@ def _check(
         tokens = len(job.tokenizer.encode(prompt_text(row["prompt"])))
         if tokens > job.max_prompt_tokens:
             raise Unusable(f"longer than {job.max_prompt_tokens} tokens: {tokens}")
-    shared = contamination.find(problem)
-    if shared:
+    if shared := contamination.find(problem):
         raise Unusable(f"in an evaluation: {shared}")
 
     # Only the problem counts, because the instruction is the same in all rows.

@@ -296,15 +296,12 @@ class HuggingFaceTokenizer:
             ) from None
 
     def _render(self, messages: Sequence[Message], variables: Variables, to_answer: bool = True) -> str:
-        arguments = {**variables}
+        arguments: dict[str, Any] = {**variables, "tokenize": False, "add_generation_prompt": to_answer}
         template = self._template(variables.get("tools"))
         if self.template_date is not None:
             arguments |= date_variables(template, self.template_date)
         try:
-            rendered = self._inner.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=to_answer, **arguments
-            )
-            return str(rendered)
+            return str(self._inner.apply_chat_template(list(messages), **arguments))
         except Exception as e:  # The template may raise anything.
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(

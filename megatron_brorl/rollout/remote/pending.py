@@ -94,24 +94,19 @@ class PendingRollouts:
 
     def add(self, requests: Sequence[Request]) -> dict[int, PendingRollout]:
         """Add requests and return their rollouts by number. They are numbered after all earlier rollouts."""
-        new = (
-            self._pending(index, request, begun)
-            for index, request in enumerate(requests, start=len(self._results))
-            for begun in request.rollouts()
-        )
-        added = dict(enumerate(new, start=self._count))
+        added = {}
+        for index, request in enumerate(requests, start=len(self._results)):
+            limit = min(self.sampling.new_tokens, request.max_tokens or self.sampling.max_tokens)
+            for begun in request.rollouts():
+                begun_tokens = len(begun.token_ids)
+                ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
+                tokens = min(limit, self.sampling.max_tokens - begun_tokens)
+                seed = sibling_seed(request.key, begun.index, begun_tokens)
+                added[self._count] = PendingRollout(index, ids, begun, max_new_tokens=tokens, seed=seed, source=request)
+                self._count += 1
         self.rows.update(added)
         self._results.extend([] for _ in requests)
-        self._count += len(added)
         return added
-
-    def _pending(self, index: int, request: Request, begun: Rollout) -> PendingRollout:
-        begun_tokens = len(begun.token_ids)
-        sampling = self.sampling
-        tokens = min(sampling.new_tokens, sampling.max_tokens - begun_tokens, request.max_tokens or sampling.max_tokens)
-        ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
-        seed = sibling_seed(request.key, begun.index, begun_tokens)
-        return PendingRollout(index, ids, begun, max_new_tokens=tokens, seed=seed, source=request)
 
     def admit(self) -> dict[int, PendingRollout]:
         """Add as many rollouts from the supply as the engine has room for, and return them by number."""

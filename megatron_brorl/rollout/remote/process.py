@@ -308,8 +308,7 @@ class Supervisor:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._link.pid or self._link.capabilities is None:
             self._link.poll(_POLL_S)
-            ended = self._process.ended()
-            if ended:
+            if ended := self._process.ended():
                 raise EngineError(ended)
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -332,12 +331,10 @@ class Supervisor:
 
     def _problem(self) -> str:
         """Return why the process counts as failed, or "" if it is healthy."""
-        ended = self._process.ended()
-        if ended:
+        if ended := self._process.ended():
             return ended
-        silent = time.monotonic() - self._link.last_heard
-        too_long = silent > HEARTBEAT_TIMEOUT_S
-        return f"engine process {self.pid} is silent for {silent:.0f} s" if too_long else ""
+        silent_s = time.monotonic() - self._link.last_heard
+        return f"engine process {self.pid} is silent for {silent_s:.0f} s" if silent_s > HEARTBEAT_TIMEOUT_S else ""
 
     def _restart(self, why: str, weights: HostWeights | None) -> None:
         while True:

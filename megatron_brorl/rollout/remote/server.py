@@ -194,9 +194,8 @@ async def _main(address: str, options: EngineOptions) -> None:
     # Check the version first, because importing the backend fails with an older engine. The trainer shows the last line
     # of the log.
     kind = ENGINES[options.engine]
-    old = kind.too_old(importlib.import_module(kind.package).__version__)
-    if old:
-        raise SystemExit(old)
+    if too_old := kind.too_old(importlib.import_module(kind.package).__version__):
+        raise SystemExit(too_old)
     backend: EngineBackend = pkgutil.resolve_name(kind.backend)(options)
     await Server(backend, await backend.start(), address).serve()
 
