@@ -53,7 +53,7 @@ class StopSignals:
             self._first_time = now
             self._on_first(number)
         elif number in (self.first, signal.SIGINT):
-            on_terminal = number == signal.SIGINT and any(map(os.isatty, range(3)))
+            on_terminal = number == signal.SIGINT and any(map(os.isatty, range(3)))  # stdin, stdout or stderr
             if now - self._first_time > (_COPY_ON_TERMINAL_S if on_terminal else _COPY_S):
                 self.second = number
                 self._on_second(number)

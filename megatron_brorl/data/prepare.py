@@ -37,7 +37,7 @@ class Job:
     inputs: Sequence[Path]
     out: Path
     verifier: str = ""  # replaces the verifier of the data set, unless empty
-    instruction: str | None = None  # text after a problem; None: that of INSTRUCTIONS for its verifier
+    instruction: str | None = None  # text after a problem; None: the text in INSTRUCTIONS for its verifier
     tokenizer: Tokenizer | None = None
     max_prompt_tokens: int = 0  # limit for the problem with its instruction; 0: no limit
     evaluations: Sequence[tuple[str, Path]] = ()  # (name of the set, file) to decontaminate against

@@ -144,9 +144,9 @@ def tokenizer_digest(directory: Path) -> str:
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of prompts in their order: ids, tokens, answers, verifiers, metadata and columns."""
     digest = hashlib.sha256()
-    for p in prompts:
-        metadata = json.dumps(p.metadata, sort_keys=True, default=str)
-        row = (p.id, p.token_ids, p.answer, p.verifier, metadata, sorted(p.columns.items()))
+    for prompt in prompts:
+        metadata = json.dumps(prompt.metadata, sort_keys=True, default=str)
+        row = (prompt.id, prompt.token_ids, prompt.answer, prompt.verifier, metadata, sorted(prompt.columns.items()))
         digest.update(repr(row).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
@@ -182,8 +182,7 @@ def load_sources(
 
     held_out = reader.read(config.held_out, "data.held_out")
     texts = {prompt.text for prompt in train}
-    leaked = sum(prompt.text in texts for prompt in held_out)
-    if leaked:
+    if leaked := sum(prompt.text in texts for prompt in held_out):
         reader.report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in {key}")
     verifiers = frozenset(prompt.verifier for prompt in (*train, *held_out))
     return Sources(source, held_out, verifiers, "\n".join(reader.report), train, tuple(reader.files))

@@ -69,8 +69,8 @@ class Tokenizer(Protocol):
     def apply_chat(self, messages: Sequence[Message], variables: Variables = NONE) -> tuple[str, list[int]]:
         """Apply the chat template to messages, up to the assistant's turn. Return text and ids.
 
-        The contents of messages are data, as above. Raises UserError if there is no template, or if it does not
-        accept these messages or variables, such as enable_thinking.
+        No special tokens are recognized in the contents of messages. Raises UserError if there is no template, or if it
+        does not accept these messages or variables, such as enable_thinking.
         """
 
     def continuation(

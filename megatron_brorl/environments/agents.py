@@ -57,7 +57,7 @@ class Agents:
         if returned is None or isinstance(returned, str):
             messages = [] if returned is None else [{"role": "assistant", "content": returned}]
             return Outcome(messages, done=True, score=None)
-        return Outcome([], done=True, score=Judge(lambda *_: returned)("", NO_ROW))
+        return Outcome([], done=True, score=Judge(lambda *_: returned)("", NO_ROW))  # Judge checks the score.
 
     def end(self, rollout: int) -> None:
         """Cancel an async agent. Any other agent ends with its next call, because its key has expired."""

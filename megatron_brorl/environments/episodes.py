@@ -78,7 +78,7 @@ class Episodes:
                 return Outcome(messages, done=False, score=None, calls=len(calls), malformed=malformed)
             method = "reward"
             reward = environment.reward()
-            score = Judge(lambda *_: reward)("", NO_ROW)
+            score = Judge(lambda *_: reward)("", NO_ROW)  # Judge checks the reward.
         except BaseException as e:  # includes SystemExit
             return self._failed(episode, e, method)._replace(calls=len(calls), malformed=malformed)
         self.end(episode)

@@ -64,8 +64,8 @@ class Request:
     key: int  # from ops.philox.stream_key; random numbers are a function of (key, sibling, position)
     n: int
     first: int = 0
-    # Siblings that were "cut" before and continue from their tokens. The Episode of an engine's rollout is that of the
-    # sibling that it continues; rollout.turns extends it.
+    # Siblings that were "cut" before and continue from their tokens. An engine keeps the Episode of a continued sibling
+    # unchanged; rollout.turns extends it.
     begun: tuple[Rollout, ...] = ()
     # Limits of a single call of an agent, in addition to those of Sampling.
     max_tokens: int = 0  # 0: no further limit

@@ -42,7 +42,7 @@ class AgentEngine(ProcessEngine):
     server: AgentServer = field(default_factory=AgentServer)
 
     def interaction(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> Interaction[Any] | None:
-        return None if sampling.shares_prefixes else _Agents(self, requests, sampling, *others)
+        return None if sampling.shares_prefixes else _Agents(self, requests, sampling, *others)  # false for agents only
 
     def close(self) -> None:
         """End the processes of agents and the endpoint."""

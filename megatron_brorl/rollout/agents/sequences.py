@@ -149,7 +149,7 @@ def _canonical_call(call: Any) -> dict[str, Any]:
     try:
         function = call["function"]
         arguments = function["arguments"]
-        arguments = {**(json.loads(arguments) if isinstance(arguments, str) else arguments)}
+        arguments = {**(json.loads(arguments) if isinstance(arguments, str) else arguments)}  # TypeError if no object
         function = {"name": str(function["name"]), "arguments": arguments}
         return {"id": str(call.get("id", "")), "type": "function", "function": function}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):

@@ -49,7 +49,8 @@ def make_folder(parent: str) -> Path:
     root = Path(parent)
     with contextlib.suppress(OSError):
         for old in root.glob(f"{PREFIX}*"):
-            if not Path("/proc", old.name.removeprefix(PREFIX).partition("-")[0]).exists():
+            trainer_pid = old.name.removeprefix(PREFIX).partition("-")[0]
+            if not Path("/proc", trainer_pid).exists():
                 shutil.rmtree(old, ignore_errors=True)
 
     try:
@@ -71,6 +72,7 @@ def address(folder: Path) -> str:
 def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) -> dict[str, str]:
     """Return the engine's environment: the trainer's without the variables of its launcher and CUDA, plus `own`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith((*_MPI, *_LAUNCHER, *_CUDA))}
+    # `devices` are indices into CUDA_VISIBLE_DEVICES if it is set.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     device_names = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
     path = [str(folder / "code"), *filter(None, [inherited.get("PYTHONPATH")])]

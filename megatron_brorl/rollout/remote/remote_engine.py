@@ -25,7 +25,7 @@ from megatron_brorl.errors import UserError, warn
 from megatron_brorl.files import read_object
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.rollout.engine import GenerateCallbacks, KvUsage, Request, Sampling, Supply, check_context
-from megatron_brorl.rollout.native.pages import host_memory
+from megatron_brorl.rollout.native.pages import spare_memory
 from megatron_brorl.rollout.registry import ENGINES, START_TIMEOUT_S
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
 from megatron_brorl.rollout.remote.process import Connection, EngineError, Supervisor, address, make_folder
@@ -349,7 +349,7 @@ def connect_engine(
         stop_strings=config.stop_strings,
         agents=bool(config.agent.function),
         threads=torch.get_num_threads() * tensor,
-        kv_bytes=(config.rollout.kv_cache_mib * 2**20 or host_memory(per_node)[1] // 2 // per_node) * tensor,
+        kv_bytes=(config.rollout.kv_cache_mib * 2**20 or spare_memory(torch.device("cpu"))) * tensor,
         max_kv_tokens=kv_tokens,
         routes=routes,
         section=asdict(settings),
