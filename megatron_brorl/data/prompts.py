@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The columns of a file and the verifiers of its rows. The default is a file in the format above."""
+    """The columns of a file and the verifiers of its rows. The default is a file with this project's keys."""
 
     verifier: str = "exact"  # for rows that name none
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -72,7 +72,7 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
     """Return the prompts of rows in their template. Raises UserError naming a row that is too long."""
     prompts = []
     if config.chat and any("tool_calls" in turn for row in rows for turn in row.turns):
-        tokenizer.call_format(config.chat_template_kwargs)  # The model would learn calls that environments cannot read.
+        tokenizer.call_format(config.chat_template_kwargs)  # Raises UserError if environments cannot read such calls.
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
         response = _demonstration(row, tokenizer, config)

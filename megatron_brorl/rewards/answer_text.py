@@ -277,7 +277,7 @@ def plain_number(text: str) -> PlainNumber | None:
 
 def _value(number: re.Match[str]) -> Fraction | None:
     """Return the absolute value of a match of _NUMBER, or None for an invalid fraction or a large exponent."""
-    # A repeating decimal: 0.1(6) = 0.1 + 6/90.
+    # A repeating decimal: 0.1(6) = 0.1 + 6/90. The zeros around `fixed` complete texts such as ".1" and ".".
     if number["period"]:
         fixed = number["fixed"]
         period = number["period"]

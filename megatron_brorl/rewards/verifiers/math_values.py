@@ -373,7 +373,7 @@ def as_set(value: Value) -> Any:
 
 def exact(value: Value) -> Any:
     """Replace the decimals of an expression by fractions. Raises ValueError for a list or a relation."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple):  # a Group, Named or Relation
         raise ValueError("a list or a relation where a number is expected")
     return value.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))) if value.has(sympy.Float) else value
 

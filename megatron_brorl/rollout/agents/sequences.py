@@ -113,11 +113,11 @@ def tokens(rows: Sequence[Sequence[Call]]) -> tuple[Tensor, Tensor, Tensor, tupl
         starts.append(total)
         length = 0
         for call in row:
-            context = torch.tensor(call.prompt_ids[length:], dtype=torch.int64)
-            ids += [context, call.ids]
-            log_probs += [torch.zeros(len(context)), call.log_probs]
-            sampled += [torch.zeros(len(context), dtype=torch.bool), torch.ones(len(call.ids), dtype=torch.bool)]
-            spans = extend_spans(spans, call.version, len(context) + len(call.ids))
+            prompt = torch.tensor(call.prompt_ids[length:], dtype=torch.int64)  # the part after the previous completion
+            ids += [prompt, call.ids]
+            log_probs += [torch.zeros(len(prompt)), call.log_probs]
+            sampled += [torch.zeros(len(prompt), dtype=torch.bool), torch.ones(len(call.ids), dtype=torch.bool)]
+            spans = extend_spans(spans, call.version, len(prompt) + len(call.ids))
             length = len(call.prompt_ids) + len(call.ids)
         total += length
     return torch.cat(ids), torch.cat(log_probs), torch.cat(sampled), tuple(starts), spans
