@@ -35,14 +35,15 @@ GRACE_S = 10.0  # seconds after agent.max_seconds until the process of a functio
 class AgentEngine(ProcessEngine):
     """An engine whose rollouts are runs of an agent. Their Episode has the starts of their sequences.
 
-    A rollout whose agent made no call is returned as "cut", too. Unfinished rollouts are not returned.
+    A rollout whose process is lost or whose agent made no call is returned as "cut". Unfinished rollouts are omitted.
     """
 
     chat: Chat
     server: AgentServer = field(default_factory=AgentServer)
 
     def interaction(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> Interaction[Any] | None:
-        return None if sampling.shares_prefixes else _Agents(self, requests, sampling, *others)  # false for agents only
+        """See ProcessEngine. Only the sampling of agents shares no prefixes."""
+        return None if sampling.shares_prefixes else _Agents(self, requests, sampling, *others)
 
     def close(self) -> None:
         """End the processes of agents and the endpoint."""
