@@ -36,7 +36,7 @@ class Agents:
     def run(self, rollout: int, row: Mapping[str, Any], base_url: str, key: str, model: str, seconds: float) -> Outcome:
         """Run the function on a data row. Never raises.
 
-        A returned text is the only message of the outcome, for the verifier of the row; its score is then None.
+        A returned text becomes the only message of the outcome, for the verifier of the row. The score is then None.
         """
         arguments = {"row": row, "base_url": base_url, "api_key": key, "model": model}
         try:

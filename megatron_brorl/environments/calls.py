@@ -60,7 +60,7 @@ class Call:
 
 
 def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call]:
-    """Return the calls of a turn in order, the first _MAX_CALLS, and a malformed call in place of all further calls.
+    """Return the first _MAX_CALLS calls of a turn in order, and one malformed call in place of all further calls.
 
     in_thought: the prompt of the turn ends with <think>.
     """
@@ -75,7 +75,7 @@ def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call
             continue
         try:
             call, position = _PARSERS[format](text, begin.end())
-            if call is None:
+            if call is None:  # JSON that is not a call
                 break
             if not text[position:].lstrip().startswith(end_tag):
                 call = Call(name="", arguments={}, error=_NO_END)

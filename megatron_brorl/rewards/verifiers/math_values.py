@@ -288,8 +288,7 @@ def _plain_name(name: str) -> str:
 def _atom(text: str) -> Value:
     """Parse a text without separators outside brackets."""
     text = text.strip()
-    number = plain_number(text)
-    if number:
+    if number := plain_number(text):
         return _number(number, text)
     opened = re.match(r"\\?[{(\[]", text)
     if not opened or _group_end(text) < len(text):

@@ -168,7 +168,7 @@ class RemoteEngine:
 
         asked_pid = 0  # process that received the requests, which may end meanwhile; 0 = none
         rows = pending.rows
-        self._link.say_hello()  # It answers with its current state.
+        self._link.say_hello()  # The process answers with its pid and the version of its weights.
         while (rows or (supply and supply.has_more())) and not (callbacks and callbacks.cancelled()):
             # The supervisor has given up. Ranks without a supervisor wait until the watchdog cancels them.
             if self.supervisor and self.supervisor.failure:

@@ -66,7 +66,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     n, k = x.shape
     padded = pad(x.float(), (0, -k % BLOCK, 0, -n % BLOCK))
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)  # 128 x 128 in dims 1, 3
     amax = blocks.abs().amax(dim=(1, 3))
     scale = torch.where(amax > 0, amax / FP8_MAX, torch.ones_like(amax))
     scaled = (blocks / scale[:, None, :, None]).view_as(padded)[:n, :k]

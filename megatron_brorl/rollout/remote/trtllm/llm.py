@@ -42,7 +42,7 @@ class TrtllmBackend(EngineBackend):
         self.options = options
         self.config = EngineConfig(**options.section)
         # Memory that a sleep frees. Tags that start with _ are internal.
-        self.tags = [tag for tag in (str(tag.value) for tag in ExecutorMemoryType) if not tag.startswith("_")]
+        self.tags = [str(tag.value) for tag in ExecutorMemoryType if not str(tag.value).startswith("_")]
 
         # Log-probability buffers and CUDA graphs have this batch size, so it is at most the number of rows that fit.
         self.rows = options.max_rows
