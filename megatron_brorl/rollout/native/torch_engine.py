@@ -266,7 +266,7 @@ class TorchEngine:
         pool = self._pool
         if pool is None or pool.page != page or pool.size < needed or pool.size > 2 * needed + 64:
             pool = self._pool = self._graphs = None  # frees its memory first
-            size = page_bytes(self.shape, self.dtype, page, contiguous)
+            size = page_bytes(self.shape, self.dtype, page, contiguous)  # bytes of a page in all layers
             # With fewer pages, the row with the longest prompt could not reach max_tokens.
             min_pages = max(prompt_pages, default=0) + response_pages
             room = (self.memory or spare_memory(self.device)) // size - contiguous  # minus the page for padding

@@ -93,8 +93,7 @@ class RemoteEngine:
         It is the rank's share of the rollouts that the engine computes together, if each fills half of the context.
         Further rollouts would wait inside the engine, while another rank's engine may have room.
         """
-        capabilities = self.capabilities
-        rows = min(capabilities.rows, 2 * capabilities.kv_tokens // self.options.context)
+        rows = min(self.capabilities.rows, 2 * self.capabilities.kv_tokens // self.options.context)
         return max(1, rows // self.settings.tensor)
 
     def _wait_for_capabilities(self) -> Capabilities:
