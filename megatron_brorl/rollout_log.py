@@ -131,7 +131,7 @@ def entries(folder: Path) -> list[LogEntry]:
     recorded = {entry for path in folder.glob("*.groups.parquet") if (entry := _entry_of(path))}
     if not recorded:
         raise UserError(f"{folder}: holds no recorded rollouts; give the run.dir of a training run")
-    return sorted(recorded, key=lambda m: (m.kind != "step", m.number))
+    return sorted(recorded, key=lambda entry: (entry.kind != "step", entry.number))
 
 
 def read_groups(folder: Path, entry: LogEntry) -> pa.Table:

@@ -27,9 +27,9 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked 
 class StopSignals:
     """A handler of the STOPPING signals with one reaction to the first signal and another to the second.
 
-    A second signal is a SIGINT, or the first signal again. Others do not count, because launchers and schedulers send a
-    SIGTERM after a SIGINT or SIGUSR1 and then wait. A second signal within _COPY_S of the first is taken for a copy of
-    it and ignored; a SIGINT on a terminal only within _COPY_ON_TERMINAL_S.
+    A second signal is a SIGINT, or the first signal again. Other signals do not count, because launchers and schedulers
+    send a SIGTERM after a SIGINT or SIGUSR1 and then wait. A second signal within _COPY_S of the first counts as a copy
+    and is ignored. For a SIGINT on a terminal, the limit is _COPY_ON_TERMINAL_S.
     """
 
     def __init__(self, on_first: Callable[[int], object], on_second: Callable[[int], object]) -> None:
@@ -53,7 +53,7 @@ class StopSignals:
             self._first_time = now
             self._on_first(number)
         elif number in (self.first, signal.SIGINT):
-            on_terminal = number == signal.SIGINT and any(map(os.isatty, range(3)))
+            on_terminal = number == signal.SIGINT and any(map(os.isatty, range(3)))  # stdin, stdout or stderr
             if now - self._first_time > (_COPY_ON_TERMINAL_S if on_terminal else _COPY_S):
                 self.second = number
                 self._on_second(number)
@@ -117,7 +117,7 @@ def end_with(parent: int) -> None:
 
 
 def _end_forks_with_this() -> None:
-    """Megatron's checkpoint writers are forks. One that survived this process would hold the lock of run.dir."""
+    """Let forks end with this process. A checkpoint writer of Megatron that survived it would hold run.dir's lock."""
     parent = os.getpid()
 
     def in_child() -> None:

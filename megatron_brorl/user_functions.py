@@ -41,6 +41,7 @@ def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
     try:
         module = _import_file(file) if path.endswith(".py") else importlib.import_module(path)
     except BaseException as e:  # A user's module may raise anything.
+        # The missing module is `path` or a package that contains it, and not a module that the file imports.
         if isinstance(e, ModuleNotFoundError) and e.name and f"{path}.".startswith(f"{e.name}."):
             reason = f"no module {e.name} on the Python path; name its file instead, as FOLDER/FILE.py:{function}"
             raise UserError(f"{what} {name}: {reason}") from None

@@ -82,7 +82,7 @@ def _check_message(raw: Any, name: str) -> Message:
         message.setdefault("content", "")
     optional = {"name", "tool_call_id"} if role == "tool" else set()
     keys = {"role", "content"}
-    if not keys <= set(message) <= keys | optional or not all(isinstance(value, str) for value in message.values()):
+    if not keys <= set(message) <= (keys | optional) or not all(isinstance(value, str) for value in message.values()):
         raise UserError(f'{name} must be {{"role": "...", "content": "..."}} with strings and no other keys')
     return {**message, "tool_calls": _check_calls(calls, f"{name}.tool_calls")} if calls else message
 
@@ -137,5 +137,5 @@ def plain_ids(messages: Sequence[Message], encode: Callable[[str], list[int]], e
     </call>, the EOS token follows.
     """
     texts = [f"<result>{m['content']}</result>" if m["role"] == "tool" else m["content"] for m in messages]
-    is_open = messages[-1]["role"] == "assistant" and not texts[-1].endswith(CALL_END)
-    return encode("".join(texts)) + [eos_id] * is_open
+    needs_eos = messages[-1]["role"] == "assistant" and not texts[-1].endswith(CALL_END)
+    return encode("".join(texts)) + ([eos_id] if needs_eos else [])

@@ -113,7 +113,7 @@ class _Mixture:
             point = hash_int(self._seed, "pick", index, draw) / 2**48 * self._weight_sums[-1]  # hash_int has 48 bits
             task = next(task for task, end in zip(self._tasks, self._weight_sums, strict=True) if point < end)
             # The first draw is the item with the number `index`. Later draws are random items.
-            number = index if draw == 0 else hash_int(self._seed, "item", index, draw) >> 8
+            number = index if draw == 0 else hash_int(self._seed, "item", index, draw) >> 8  # below 2**40
             question, entry = task.item(number)
             if question not in excluded:
                 return _Item(task, number, question, entry)

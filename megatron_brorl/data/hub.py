@@ -32,7 +32,7 @@ def model_directory(name: str, key: str = "model.path") -> Path:
 
 
 def data_file(name: str) -> Path:
-    """Return the file of hf://datasets/OWNER/NAME/FILE, or any other name as a path. Raises UserError as above."""
+    """Return the file of hf://datasets/OWNER/NAME/FILE, or any other name as a path. Raises UserError if it fails."""
     if not name.startswith("hf://"):
         return Path(name).absolute()
     match = _FILE.fullmatch(name)

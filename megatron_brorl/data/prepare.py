@@ -37,7 +37,7 @@ class Job:
     inputs: Sequence[Path]
     out: Path
     verifier: str = ""  # replaces the verifier of the data set, unless empty
-    instruction: str | None = None  # text after a problem; None: that of INSTRUCTIONS for its verifier
+    instruction: str | None = None  # text after a problem; None: the text in INSTRUCTIONS for its verifier
     tokenizer: Tokenizer | None = None
     max_prompt_tokens: int = 0  # limit for the problem with its instruction; 0: no limit
     evaluations: Sequence[tuple[str, Path]] = ()  # (name of the set, file) to decontaminate against
@@ -96,7 +96,7 @@ def prepare(job: Job) -> Counts:
     """
     counts = Counts()
     contamination = _contamination(job.evaluations)
-    answers: dict[bytes, str] = {}  # digest of a problem -> digest of its first answer
+    answers: dict[bytes, str] = {}  # digest of a problem -> its first answer, normalized
     ids: set[str] = set()
     first_reason = ""
     with _open(job.out) as out, _open(job.dropped) as dropped:
@@ -170,8 +170,7 @@ def _check(
         tokens = len(job.tokenizer.encode(prompt_text(row["prompt"])))
         if tokens > job.max_prompt_tokens:
             raise Unusable(f"longer than {job.max_prompt_tokens} tokens: {tokens}")
-    shared = contamination.find(problem)
-    if shared:
+    if shared := contamination.find(problem):
         raise Unusable(f"in an evaluation: {shared}")
 
     # Only the problem counts, because the instruction is the same in all rows.

@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The columns of a file and the verifiers of its rows. The default is a file in the format above."""
+    """The columns of a file and the verifiers of its rows. The default is a file with this project's keys."""
 
     verifier: str = "exact"  # for rows that name none
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -72,7 +72,7 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
     """Return the prompts of rows in their template. Raises UserError naming a row that is too long."""
     prompts = []
     if config.chat and any("tool_calls" in turn for row in rows for turn in row.turns):
-        tokenizer.call_format(config.chat_template_kwargs)  # The model would learn calls that environments cannot read.
+        tokenizer.call_format(config.chat_template_kwargs)  # Raises UserError if environments cannot read such calls.
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
         response = _demonstration(row, tokenizer, config)
@@ -98,13 +98,15 @@ def _demonstration(row: Row, tokenizer: Tokenizer, config: DataConfig) -> Demons
 
 def _tagged_turns(row: Row) -> list[Message]:
     """Return the turns of a target with observations in tags as messages; [] without observations."""
-    parts = _OBSERVATION.split(row.target or "")
-    if any(tag in turn for turn in parts[::2] for tag in ("<result>", "</result>")) or (parts[1:] and not parts[-1]):
+    parts = _OBSERVATION.split(row.target or "")  # turns at even indices, observations at odd ones
+    has_tags = any(tag in turn for turn in parts[::2] for tag in ("<result>", "</result>"))
+    has_observations = len(parts) > 1
+    if has_tags or (has_observations and not parts[-1]):
         raise UserError(
             f"{row.where}: target: <result> and </result> must surround each observation, and a turn must follow it"
         )
     roles = ("assistant", "user")
-    return [{"role": roles[i % 2], "content": part} for i, part in enumerate(parts) if part and parts[1:]]
+    return [{"role": roles[i % 2], "content": part} for i, part in enumerate(parts) if part and has_observations]
 
 
 def render(
@@ -201,7 +203,7 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
             raise UserError(f"{where}: has a target, and a message of the assistant at the end; remove one of them")
         if turns:
             target = turns[-1]["content"]
-            turns = [] if turns == [{"role": "assistant", "content": target}] else turns
+            turns = [] if turns == [{"role": "assistant", "content": target}] else turns  # one turn: only the target
     verifier = row.get("verifier", row_format.verifier)
     row_id = row.get("id", default_id)
     text = prompt_text(prompt) if isinstance(prompt, list) else prompt
@@ -226,7 +228,7 @@ def first_mistake(path: Path, row_format: RowFormat) -> str:
     """Return the message about a file that cannot be read or its first row; "" if the row is valid."""
     try:
         for number, raw in islice(raw_rows(path), 1):
-            check_row(raw, f"{path}:{number}", "-", row_format)
+            check_row(raw, f"{path}:{number}", default_id="-", row_format=row_format)
     except UserError as e:
         return str(e)
     return ""

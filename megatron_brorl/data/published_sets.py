@@ -183,5 +183,5 @@ SETS: Mapping[str, DataSet] = {  # positional arguments: hub, licence, verifier,
     ),
     "gpqa": DataSet("Idavidrein/gpqa", "CC BY 4.0", "choice", "Question", id="Record ID", convert=_gpqa, test=True),
     "ifeval": DataSet("google/IFEval", "Apache-2.0", "ifeval", "prompt", id="key", convert=_ifeval, test=True),
-    "rows": DataSet("", "your own", ""),
+    "rows": DataSet(hub="", licence="your own", verifier=""),
 }

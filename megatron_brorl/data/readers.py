@@ -51,7 +51,7 @@ def parse_row(raw: Any, where: str) -> Any:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as e:
         raise UserError(f"{where}: {shown(e)}") from None
-    except json.JSONDecodeError as e:  # its text has the line of the row, which is always 1
+    except json.JSONDecodeError as e:  # str(e) would name line 1, because the row is parsed without the lines before
         raise UserError(f"{where}: not valid JSON: {e.msg} at column {e.pos + 1}; fix or remove the row") from None
     except (ValueError, RecursionError) as e:
         raise UserError(f"{where}: not valid JSON: {shown(e)}; fix or remove the row") from None

@@ -50,7 +50,7 @@ class FileSource:
 
     def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
         self._prompts = prompts
-        self._order = functools.lru_cache(maxsize=2)(functools.partial(_shuffled, len(prompts), seed))
+        self._order = functools.lru_cache(maxsize=2)(functools.partial(_shuffled, len(prompts), seed))  # by epoch
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
         return [self.at(position) for position in range(start, start + count)]
@@ -96,7 +96,7 @@ def mixture_positions(weights: Sequence[int], start: int, count: int) -> list[tu
         used[source] += 1
         return source, used[source] - 1
 
-    # By the bound of MixtureSource, no source has had fewer prompts than this before `start`.
+    # By the bound of MixtureSource, source i has had start w_i - (1 + k w_i) / 2 prompts or more, with w_i = w / total.
     total = sum(weights)
     used = [max(0, -(-(2 * start * w - total - len(weights) * w) // (2 * total))) for w in weights]
     for _ in range(start - sum(used)):
@@ -144,9 +144,9 @@ def tokenizer_digest(directory: Path) -> str:
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of prompts in their order: ids, tokens, answers, verifiers, metadata and columns."""
     digest = hashlib.sha256()
-    for p in prompts:
-        metadata = json.dumps(p.metadata, sort_keys=True, default=str)
-        row = (p.id, p.token_ids, p.answer, p.verifier, metadata, sorted(p.columns.items()))
+    for prompt in prompts:
+        metadata = json.dumps(prompt.metadata, sort_keys=True, default=str)
+        row = (prompt.id, prompt.token_ids, prompt.answer, prompt.verifier, metadata, sorted(prompt.columns.items()))
         digest.update(repr(row).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
@@ -182,8 +182,7 @@ def load_sources(
 
     held_out = reader.read(config.held_out, "data.held_out")
     texts = {prompt.text for prompt in train}
-    leaked = sum(prompt.text in texts for prompt in held_out)
-    if leaked:
+    if leaked := sum(prompt.text in texts for prompt in held_out):
         reader.report.append(f"data.held_out: {leaked} of {len(held_out)} prompts also occur in {key}")
     verifiers = frozenset(prompt.verifier for prompt in (*train, *held_out))
     return Sources(source, held_out, verifiers, "\n".join(reader.report), train, tuple(reader.files))
@@ -234,12 +233,12 @@ class _Reader:
         rows: list[Row] = []
         for name in files:
             path = data_file(name)
-            read = read_rows(path, row_format)
-            if not read:
+            file_rows = read_rows(path, row_format)
+            if not file_rows:
                 raise UserError(f"{path}: the file has no rows ({key}); remove it from the list or fill it")
-            rows += read
-            self.files.append((key, name, len(read)))
-            self.report.append(f"{key}: {len(read)} prompts from {name}")
+            rows += file_rows
+            self.files.append((key, name, len(file_rows)))
+            self.report.append(f"{key}: {len(file_rows)} prompts from {name}")
 
         # Two rows with one id would draw the same random numbers.
         repeated = [row_id for row_id, times in Counter(row.id for row in rows).items() if times > 1]

@@ -69,8 +69,8 @@ class Tokenizer(Protocol):
     def apply_chat(self, messages: Sequence[Message], variables: Variables = NONE) -> tuple[str, list[int]]:
         """Apply the chat template to messages, up to the assistant's turn. Return text and ids.
 
-        The contents of messages are data, as above. Raises UserError if there is no template, or if it does not
-        accept these messages or variables, such as enable_thinking.
+        No special tokens are recognized in the contents of messages. Raises UserError if there is no template, or if it
+        does not accept these messages or variables, such as enable_thinking.
         """
 
     def continuation(
@@ -211,7 +211,7 @@ class HuggingFaceTokenizer:
         text = text[: end.start()] if (end := self._stop.search(text)) else text
         formats: tuple[Format, ...] = ("hermes", "json")
         for name in formats:
-            if [(call.name, call.arguments) for call in find_calls(text, name)] == [tuple(_CALL.values())]:
+            if [{"name": call.name, "arguments": call.arguments} for call in find_calls(text, name)] == [_CALL]:
                 return name
         raise UserError(
             f"{self.directory}: the chat template writes a tool call as {shown(text.strip(), 200)}, which environments "
@@ -266,12 +266,12 @@ class HuggingFaceTokenizer:
         marks = {token: chr(_MARKS + i) for i, token in enumerate(self._special)}
         replaced = _replaced(list(messages), marks)
         rendered = render(replaced)
-        # If messages have none, the text is tokenized as a whole, as in the training of the model.
+        # If messages have no special token, the text is tokenized as a whole, as in the training of the model.
         if replaced == list(messages):
             return rendered, self._ids(rendered)
         tokens = {ord(mark): token for token, mark in marks.items()}
         ids = []
-        # A special token may include the white space around it.
+        # The parts at odd indices are special tokens, which may include the white space around them.
         for i, part in enumerate(re.split(rf"(\s*(?:{'|'.join(map(re.escape, self._special))})\s*)", rendered)):
             ids += self._ids(part.translate(tokens), split_special_tokens=i % 2 == 0)
         return rendered.translate(tokens), ids
@@ -296,15 +296,12 @@ class HuggingFaceTokenizer:
             ) from None
 
     def _render(self, messages: Sequence[Message], variables: Variables, to_answer: bool = True) -> str:
-        arguments = {**variables}
+        arguments: dict[str, Any] = {**variables, "tokenize": False, "add_generation_prompt": to_answer}
         template = self._template(variables.get("tools"))
         if self.template_date is not None:
             arguments |= date_variables(template, self.template_date)
         try:
-            rendered = self._inner.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=to_answer, **arguments
-            )
-            return str(rendered)
+            return str(self._inner.apply_chat_template(list(messages), **arguments))
         except Exception as e:  # The template may raise anything.
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(
@@ -367,7 +364,7 @@ def transformers_stop_ids(directory: Path) -> frozenset[int]:
     """
     path = next((directory / name for name in (GENERATION, CONFIG) if (directory / name).is_file()), None)
     value = read_object(path).get("eos_token_id") if path else None
-    listed = value if isinstance(value, list) else [] if value is None else [value]
+    listed = value if isinstance(value, list) else ([] if value is None else [value])
     if any(type(token) is not int or token < 0 for token in listed):
         raise UserError(f"{path}: eos_token_id = {shown(value)}: must be a token's id, or a list of them")
     return frozenset(listed)

@@ -36,7 +36,7 @@ class Agents:
     def run(self, rollout: int, row: Mapping[str, Any], base_url: str, key: str, model: str, seconds: float) -> Outcome:
         """Run the function on a data row. Never raises.
 
-        A returned text is the only message of the outcome, for the verifier of the row; its score is then None.
+        A returned text becomes the only message of the outcome, for the verifier of the row. The score is then None.
         """
         arguments = {"row": row, "base_url": base_url, "api_key": key, "model": model}
         try:
@@ -57,7 +57,7 @@ class Agents:
         if returned is None or isinstance(returned, str):
             messages = [] if returned is None else [{"role": "assistant", "content": returned}]
             return Outcome(messages, done=True, score=None)
-        return Outcome([], done=True, score=Judge(lambda *_: returned)("", NO_ROW))
+        return Outcome([], done=True, score=Judge(lambda *_: returned)("", NO_ROW))  # Judge checks the score.
 
     def end(self, rollout: int) -> None:
         """Cancel an async agent. Any other agent ends with its next call, because its key has expired."""

@@ -60,21 +60,22 @@ class Call:
 
 
 def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call]:
-    """Return the calls of a turn in order, the first _MAX_CALLS, and a malformed call in place of all further calls.
+    """Return the first _MAX_CALLS calls of a turn in order, and one malformed call in place of all further calls.
 
     in_thought: the prompt of the turn ends with <think>.
     """
-    begins, end_tag = _BEGINS[format], _END_TAGS[format]
+    find_begin = _BEGINS[format].match if format == "json" else _BEGINS[format].search
+    end_tag = _END_TAGS[format]
     text = f"<think>{text}" if in_thought else text
     calls: list[Call] = []
     position = 0
-    while begin := begins.match(text, position) if format == "json" else begins.search(text, position):
+    while begin := find_begin(text, position):
         if begin[1]:  # a thought, in which calls do not count
             position = begin.end()
             continue
         try:
             call, position = _PARSERS[format](text, begin.end())
-            if call is None:
+            if call is None:  # JSON that is not a call
                 break
             if not text[position:].lstrip().startswith(end_tag):
                 call = Call(name="", arguments={}, error=_NO_END)
@@ -99,7 +100,7 @@ def keyword_arguments(call: Call, tool: Callable[..., Any]) -> dict[str, Any]:
     if isinstance(raw, str) and len(parameters) == 1:
         raw = {parameters[0]: raw}
     elif isinstance(raw, str):
-        arguments, end = _decode(raw or "{}", 0, "the arguments")
+        arguments, end = _decode(raw or "{}", begin=0, what="the arguments")
         if end < len(raw):
             raise MalformedCall("the arguments must be a single JSON object")
         return arguments

@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
 
     messages: list[dict[str, str]]  # [] if done
     done: bool
-    score: list[Any] | None  # as Judge returns it; None unless done
+    score: list[Any] | None  # [status, reward, reason, parts] of a Judge; None unless done
     calls: int = 0
     malformed: int = 0
 
@@ -54,7 +54,7 @@ class Episodes:
         calls = [] if has_step else find_calls(text, format, in_thought)
         messages: list[dict[str, str]] = []
         malformed = 0
-        method = "step" if has_step else "final"
+        method = "step" if has_step else "final"  # the method that runs, for the message of an error
         try:
             if has_step:
                 returned = environment.step(text)
@@ -78,7 +78,7 @@ class Episodes:
                 return Outcome(messages, done=False, score=None, calls=len(calls), malformed=malformed)
             method = "reward"
             reward = environment.reward()
-            score = Judge(lambda *_: reward)("", NO_ROW)
+            score = Judge(lambda *_: reward)("", NO_ROW)  # Judge checks the reward.
         except BaseException as e:  # includes SystemExit
             return self._failed(episode, e, method)._replace(calls=len(calls), malformed=malformed)
         self.end(episode)

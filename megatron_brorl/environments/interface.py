@@ -29,7 +29,7 @@ MAX_TEXT = 4096  # characters of a result or observation
 Format = Literal["hermes", "json", "tags"]  # of tool calls, see environments.calls
 
 _ARGUMENTS = {"reset": 1, "step": 1, "final": 1, "reward": 0}  # of the methods that are not tools, without self
-_NOT_CALLS = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+_NOT_CALLS = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)  # are refused
 _CHOICES = re.compile(r"\(choices:\s*(\[.*?\])\)\s*$", re.IGNORECASE)
 
 
@@ -63,7 +63,7 @@ def describe(factory: str | type) -> Kind:
             raise UserError(f"{label}: {name} is async or a generator; define a method that returns its result")
         try:
             if inspect.isfunction(method) and name in _ARGUMENTS:
-                inspect.signature(method).bind(None, *[None] * _ARGUMENTS[name])
+                inspect.signature(method).bind(None, *[None] * _ARGUMENTS[name])  # self, and the arguments
         except TypeError as e:
             count = _ARGUMENTS[name]
             raise UserError(f"{label}: {name} is called with {count} arguments after self: {e}") from None

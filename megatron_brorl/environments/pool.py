@@ -60,7 +60,7 @@ Send = Callable[[Reply], None]
 class EnvironmentPool:
     """Environments by the number of their episode, which the caller chooses. Thread-safe.
 
-    A reply is passed to a function, in the thread of the pool. Replies to ended episodes are dropped, also by `close`.
+    A reply is passed to a function, in the thread of the pool. After `end` or `close`, replies are dropped.
     """
 
     # "my_env.py:Class", or a class, which runs in this process. Check it with `describe` first.
@@ -205,7 +205,7 @@ class _Process:
         self._seconds = seconds
         self._failed_starts = failed_starts
         self._process: asyncio.subprocess.Process | None = None
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1)  # of calls; 0: a call of `end`, which has no reply
         self._waiting: dict[int, asyncio.Future[Reply]] = {}  # by number of the call
         self._ready = asyncio.Event()  # also set if the process is lost
         self._life = asyncio.create_task(self._run())

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 THIN = "\u2009"  # represents every kind of space that can separate groups of digits
 
+# Each character is followed by the name of its LaTeX command.
 _SYMBOLS_OF_LATEX = "\u00d7times ·cdot ⋅cdot πpi ∞infty ≤le ≥ge ≠ne ≈approx \u222acup ∩cap ∈in ∅emptyset ±pm √sqrt"
 _CHARACTERS = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-"),
@@ -276,7 +277,7 @@ def plain_number(text: str) -> PlainNumber | None:
 
 def _value(number: re.Match[str]) -> Fraction | None:
     """Return the absolute value of a match of _NUMBER, or None for an invalid fraction or a large exponent."""
-    # A repeating decimal: 0.1(6) = 0.1 + 6/90.
+    # A repeating decimal: 0.1(6) = 0.1 + 6/90. The zeros around `fixed` complete texts such as ".1" and ".".
     if number["period"]:
         fixed = number["fixed"]
         period = number["period"]
@@ -322,9 +323,9 @@ def unit(text: str) -> Unit | None:
         end = token.end()
         if token["mark"] == "/" or word == "per":
             sign = -1
-        elif word in _POWERS and not word.endswith("ed"):
+        elif word in _POWERS and not word.endswith("ed"):  # square meters
             factor = _POWERS[word]
-        elif word in _POWERS and last_symbol:
+        elif word in _POWERS and last_symbol:  # meters squared
             powers[last_symbol] *= _POWERS[word]
         elif word:
             last_symbol = _symbol(word)

@@ -27,9 +27,9 @@ def judge(name: str) -> Callable[..., list[Any]]:
 def score_group(
     function: Callable[..., Any], row: dict[str, Any], texts: list[str], answers: list[str | None], rollouts: list[int]
 ) -> list[Any]:
-    """Call the function of a group. Reply like verifier.Judge, with the score of each rollout in parts; never raise.
+    """Call the function of a group. Return [status, 0.0, reason, parts] with the score of each rollout in parts.
 
-    Without parts, the group has no signal: the function returned None. "invalid": a score is missing or not finite.
+    Never raises. Parts are empty if the function returned None. "invalid": a score is missing or not finite.
     """
     try:
         returned = function(row=row, responses=texts, answers=answers)

@@ -53,10 +53,10 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
 def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: RewardConfig) -> tuple[str, list[str]]:
     """Score reference answers as if they were the answers of responses, and with a user's function also other texts.
 
-    Returns the rewards in words, and warnings. Raises UserError as try_texts does, and if a verifier that must accept
-    references accepts none of them.
+    Returns the rewards in words, and warnings. Raises UserError if a user's function fails on all texts, or if another
+    verifier fails on a reference, or accepts none although it must.
     """
-    groups: dict[tuple[str, bool], list[Prompt]] = {}
+    groups: dict[tuple[str, bool], list[Prompt]] = {}  # by verifier_name and whether the rows lack a reference
     for prompt in prompts:
         if prompt.answer is not None or registry.entry(prompt.verifier, "verifier", config).is_custom:
             groups.setdefault((verifier_name(prompt), prompt.answer is None), []).append(prompt)

@@ -85,7 +85,7 @@ class Scorer:
             self.pool.cancel()
 
     def finished(self, request: int, rollout: Rollout) -> None:
-        """Queue a finished rollout of prompts[request] for scoring. The engine's thread calls this (watchdog.Finished).
+        """Queue a finished rollout of prompts[request] for scoring. The engine's thread calls this.
 
         Raises the error of an earlier rollout, so that the engine can stop.
         """

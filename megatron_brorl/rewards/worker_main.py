@@ -58,7 +58,7 @@ def isolate(memory_mb: int, parent: int) -> tuple[BufferedReader, FileIO]:
 
 def silence_stderr() -> None:
     """Discard stderr. The parent reads it only if an object cannot be created."""
-    os.dup2(1, 2)
+    os.dup2(1, 2)  # isolate() has redirected stdout to /dev/null
 
 
 def load(path: str) -> Any:

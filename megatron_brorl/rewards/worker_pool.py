@@ -250,10 +250,8 @@ class RewardPool:
         if lost.timed_out:
             self._deliver(jobs.popleft(), ScoreResult(0.0, "timeout", f"no score in {self.timeout_s:g} s"))
         elif jobs[0].crashed_once:
-            self._deliver(
-                jobs.popleft(),
-                ScoreResult(0.0, "crash", "the worker process died or wrote an invalid result twice on this answer"),
-            )
+            reason = "the worker process died or wrote an invalid result twice on this answer"
+            self._deliver(jobs.popleft(), ScoreResult(0.0, "crash", reason))
         else:
             jobs[0].crashed_once = True
 

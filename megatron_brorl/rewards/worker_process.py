@@ -68,7 +68,7 @@ class WorkerProcess:
 
         seconds: time limit of each call. Before the calls, the worker creates missing objects, within START_S.
         """
-        if self._buffer or _ready(self._results, select.POLLIN, 0):
+        if self._buffer or _ready(self._results, select.POLLIN, seconds=0):
             raise WorkerLostError("ended, or wrote an unexpected result", during_call=False)
         self._send(pickle.dumps(calls, protocol=pickle.HIGHEST_PROTOCOL))
         if self._receive(START_S, during_call=False) != READY:

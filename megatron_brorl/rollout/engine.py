@@ -64,8 +64,8 @@ class Request:
     key: int  # from ops.philox.stream_key; random numbers are a function of (key, sibling, position)
     n: int
     first: int = 0
-    # Siblings that were "cut" before and continue from their tokens. The Episode of an engine's rollout is that of the
-    # sibling that it continues; rollout.turns extends it.
+    # Siblings that were "cut" before and continue from their tokens. An engine keeps the Episode of a continued sibling
+    # unchanged; rollout.turns extends it.
     begun: tuple[Rollout, ...] = ()
     # Limits of a single call of an agent, in addition to those of Sampling.
     max_tokens: int = 0  # 0: no further limit
@@ -225,9 +225,9 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     records = []
     for row in rows:
         rollout, episode = row.rollout, row.rollout.episode
-        score = episode and score_index.get(id(episode.score), -1)
-        episode_record = episode and (episode.turns, episode.calls, episode.malformed, score, episode.starts)
-        sizes = len(rollout.token_ids), 0 if rollout.routes is None else len(rollout.routes)
+        episode_score = episode and score_index.get(id(episode.score), -1)
+        episode_record = episode and (episode.turns, episode.calls, episode.malformed, episode_score, episode.starts)
+        sizes = (len(rollout.token_ids), 0 if rollout.routes is None else len(rollout.routes))
         score_record = row.group, row.reward, row.right, row.answer, score_index.get(id(row.score), -1)
         records.append((sizes, score_record, rollout.index, rollout.finish, rollout.spans, episode_record))
     return {
@@ -258,8 +258,8 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
             episode = Episode(next(masks), turns, calls, malformed, scores[episode_score], tuple(starts))
         rollout_routes = next(routes) if size else None
         rollout = Rollout(index, ids, log_probs, finish, tuple(map(tuple, spans)), episode, rollout_routes)
-        group, reward, right, answer, score = score_record
-        rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, scores[score]))
+        group, reward, right, answer, score_number = score_record
+        rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, scores[score_number]))
     return rows
 
 

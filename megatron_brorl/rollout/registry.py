@@ -15,7 +15,7 @@ START_TIMEOUT_S = 1200.0  # until a new engine process answers
 # An engine process that is silent, or does not finish one part of a weight update, for this long is restarted. It must
 # exceed the longest step of an engine.
 HEARTBEAT_TIMEOUT_S = 60.0
-MAX_NUM_TOKENS = 8192  # that an engine processes in one of its steps, if its context and rows are not larger
+MAX_NUM_TOKENS = 8192  # tokens that an engine may process in one of its steps; a longer context raises it
 
 
 @dataclass(frozen=True)

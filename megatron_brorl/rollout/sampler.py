@@ -58,10 +58,10 @@ def even_shares(total: int, loads: Sequence[int]) -> list[int]:
     while total + sum(loads[i] for i in by_load[:filled]) < filled * loads[by_load[filled - 1]]:
         filled -= 1
     filled_parts = sorted(by_load[:filled])
-    level = total + sum(loads[i] for i in filled_parts)  # rows of these parts in total
+    rows = total + sum(loads[i] for i in filled_parts)  # of these parts together
     shares = [0] * len(loads)
     for position, i in enumerate(filled_parts):
-        shares[i] = level * (position + 1) // filled - level * position // filled - loads[i]
+        shares[i] = rows * (position + 1) // filled - rows * position // filled - loads[i]
     return shares
 
 
@@ -98,19 +98,18 @@ def requests(
     group in a round. begun: "cut" rollouts among the slots, which continue from their tokens.
     """
     runs: list[list[Slot]] = []
-    for number, sibling in slots:
-        if runs and runs[-1][-1] == (number, sibling - 1):
-            runs[-1].append((number, sibling))
+    for group_index, sibling in slots:
+        if runs and runs[-1][-1] == (group_index, sibling - 1):
+            runs[-1].append((group_index, sibling))
         else:
-            runs.append([(number, sibling)])
+            runs.append([(group_index, sibling)])
     requests = []
     for run in runs:
-        number, first = run[0]
-        group = groups[number]
+        group_index, first = run[0]
+        group = groups[group_index]
         key = stream_key(seed, group.round, *([group.occurrence] if group.occurrence else []), group.prompt.id)
-        requests.append(
-            Request(group.prompt, key, len(run), first, tuple(begun[slot] for slot in run if slot in begun))
-        )
+        continued = tuple(begun[slot] for slot in run if slot in begun)
+        requests.append(Request(group.prompt, key, n=len(run), first=first, begun=continued))
     return requests, [run[0][0] for run in runs]
 
 

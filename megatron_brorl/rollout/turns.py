@@ -79,7 +79,7 @@ class Interaction(GenerateCallbacks, Supply, Generic[R]):
         self.waiting: set[R] = set()  # for their processes
         self.ready: deque[Any] = deque()  # turns for the engine
         self.events: SimpleQueue[tuple[R, Any]] = SimpleQueue()
-        self._not_begun = deque(self._initial(0, requests))
+        self._not_begun = deque(self._initial(0, requests))  # (index of the request, initial rollout)
         self._lost: list[str] = []  # the reasons why rollouts are lost
 
     def generate(self, engine: RolloutEngine) -> list[list[Rollout]]:
@@ -212,8 +212,8 @@ class TurnEngine(ProcessEngine):
 class _Episodes(Interaction[Running]):
     """The episodes of one call of generate. The finish of an incomplete rollout is that of its last turn."""
 
-    def __init__(self, owner: TurnEngine, *call: Any) -> None:
-        super().__init__(owner.pool, owner.config.factory, *call)
+    def __init__(self, owner: TurnEngine, *arguments: Any) -> None:
+        super().__init__(owner.pool, owner.config.factory, *arguments)
         self.owner = owner
         self._turns: list[Running] = []  # by index of the engine's request
         self._resets = 0  # waiting episodes whose first turn has not begun

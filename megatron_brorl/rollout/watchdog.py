@@ -149,9 +149,10 @@ class _Call:
         self._returned = False
 
     def finished(self, request: int, rollout: Rollout) -> None:
-        own = self.requests[request]
-        if not own.first <= rollout.index < own.first + own.n:
-            raise ValueError(f"the engine returned sibling {rollout.index} of {own.prompt.id}, which was not requested")
+        asked = self.requests[request]
+        if not asked.first <= rollout.index < asked.first + asked.n:
+            name = f"sibling {rollout.index} of {asked.prompt.id}"
+            raise ValueError(f"the engine returned {name}, which was not requested")
         # Rollouts that arrive after the result was returned are lost.
         with self._lock:
             if self._returned or rollout.index in self._rollouts[request]:
@@ -213,7 +214,8 @@ class _Call:
     def missing(self) -> tuple[list[Request], list[int]]:
         """Return the requests so far and the number of unfinished siblings of each."""
         with self._lock:
-            return list(self.requests), [r.n - len(f) for r, f in zip(self.requests, self._rollouts, strict=True)]
+            pairs = zip(self.requests, self._rollouts, strict=True)
+            return list(self.requests), [request.n - len(siblings) for request, siblings in pairs]
 
     def result(self, late: int) -> GenerationResult:
         if self._error is not None:

@@ -20,7 +20,7 @@ class UpdateRefused(ValueError):
 def receive(tensors: NamedTensors, names: Shapes, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copy an update to `device` in `dtype`. It must hold each tensor of `names` (name -> shape) exactly once.
 
-    Copies of ChecksummedTensor pairs are compared with their checksums. Raises UpdateRefused as receive_each.
+    Copies of ChecksummedTensor pairs are compared with their checksums. Raises UpdateRefused at the end of the stream.
     """
     staged: dict[str, Tensor] = {}
     sums: list[tuple[str, Tensor, Tensor]] = []  # name, expected checksum, checksum of the copy

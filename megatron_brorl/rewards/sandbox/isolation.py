@@ -17,7 +17,7 @@ _START = "import sys; sys.path.insert(0, {!r}); from {} import main; main()"
 _MODULE = "megatron_brorl.rewards.sandbox.inside.guard"
 USER = 65534  # the user and group id in every sandbox: the unprivileged user `nobody` of Linux
 _OUTSIDE = 64000  # the id outside the sandbox to which USER is mapped
-_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWUSER = 0x10000000  # <linux/sched.h>
 
 
 @dataclass(frozen=True)

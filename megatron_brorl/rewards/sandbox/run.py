@@ -266,8 +266,7 @@ def require(where: str) -> bool:
     """Return whether to isolate programs. Raises UserError if they must be isolated and cannot be."""
     if os.environ.get(isolation.UNSANDBOXED) == "1":
         return False
-    reason = problem()
-    if reason:
+    if reason := problem():
         raise refuse(where, reason)
     return True
 
@@ -293,9 +292,9 @@ def _outcome(message: Mapping[str, Any]) -> Outcome:
 
     # The result of a script is null.
     try:
-        return Outcome("ok", "", stdout, codec.decode(codec.parse(result)))
+        return Outcome("ok", stdout=stdout, value=codec.decode(codec.parse(result)))
     except codec.Unencodable as e:
-        return Outcome("form", str(e)[:_REASON_CHARS], stdout)
+        return Outcome("form", str(e)[:_REASON_CHARS], stdout=stdout)
 
 
 def _answer(outcome: Outcome) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _BARE_LETTER = re.compile(
     r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?([A-J])(?:\s+(?![=<>+*/^])(?P<text>.*))?$", re.DOTALL
 )
 _REASON = re.compile(r"[,;]?\s*\b(?:because|since|as|which|for the reason|due to)\b.*", re.IGNORECASE | re.DOTALL)
+# A text that only names several options, and the letter of an option in the words after an answer.
 _SEVERAL = re.compile(r"(?:\b(?:[A-J]{1,5}|[a-j]|(?i:and|or|not|both|either|neither|nor|options?|choices?))\b|[\W_])+")
 _OTHER = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]|(?<![\w'])([B-HJ])(?![\w'])|(?<![\w'])([AI])(?=\s*(?:[.,;:)]|$))")
 

@@ -41,9 +41,9 @@ def blocks_of(text: str) -> str | None:
     # If each block opens with a language and closes without one, the blocks are unambiguous. Otherwise `program` has to
     # compile them.
     pairs = list(zip(fences[::2], fences[1::2], strict=False))
-    clear = len(fences) % 2 == 0 and all(_closes(*pair) and not _info(pair[1]) for pair in pairs)
+    paired = len(fences) % 2 == 0 and all(_closes(*pair) and not _info(pair[1]) for pair in pairs)
     python = [pair for pair in pairs if _is_python(pair[0])]
-    if clear and all(_info(opening) for opening, _ in pairs[1:]) and len(python) < 2:
+    if paired and all(_info(opening) for opening, _ in pairs[1:]) and len(python) < 2:
         return _content(text, *python[0]) if python else None
     return text[fences[0].start() : fences[-1].end()]
 
@@ -74,7 +74,7 @@ def _rank(block: str, function: str | None, has_input: bool, prelude: str) -> tu
         if function:
             path = function.split(".")
             defined = _definition(scope, path)
-            # A method of `class Solution` ranks (1, 0, 1), which is above an import, (1, 0).
+            # `class Solution` with the method defines 2 names. It ranks (1, 0, 1), which is above an import, (1, 0).
             method = _definition(scope, ["Solution", *path])[0] if len(path) == 1 and not defined[1] else 0
             return max(defined, (method // 2, 0, 1)) if method else defined
         reads = _READS.search(block) and not _FEEDS.search(block)

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
@@ -92,8 +92,8 @@ def verify(answer: str, row: VerifierRow) -> Score:
 
 @functools.lru_cache(maxsize=128)
 def _scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
-    scorer: Callable[[str, Mapping[str, Any]], float] = create(name, 0, json.loads(config), "reward").score_answer
-    return scorer
+    dataset = create(name, seed=0, config=json.loads(config), where="reward")
+    return cast(Callable[[str, Mapping[str, Any]], float], dataset.score_answer)
 
 
 def harmless(task: str, answer: str) -> bool:

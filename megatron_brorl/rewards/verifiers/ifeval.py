@@ -384,8 +384,7 @@ def _check_instruction(kind: str, arguments: Any, where: str, index: int) -> Non
         raise UserError(f"{key} is {arguments!r}; use an object, {{}} for no arguments")
     values = _without_nulls(arguments)
     parameters = list(inspect.signature(CHECKS[kind]).parameters)[1:]
-    unknown = [name for name in values if name not in parameters]
-    if unknown:
+    if unknown := [name for name in values if name not in parameters]:
         takes = ", ".join(parameters) or "no arguments"
         raise UserError(f"{key} has {unknown[0]!r}, but the instruction takes {takes}; remove it")
     for name in parameters:

@@ -56,8 +56,7 @@ def check_row(row: VerifierRow, where: str) -> None:
             f"{where}: answer is an object with the arguments of a check ({shown(reference, 40)}), not an answer: name "
             "its verifier, or a function of your own (data.verifier)"
         )
-    why = given_answer(reference, same)[1]
-    if why:
+    if why := given_answer(reference, same)[1]:
         several = why.partition(": ")[2]
         raise UserError(f'{where}: answer has {several}; keep the one that verifier "math" is to compare')
 

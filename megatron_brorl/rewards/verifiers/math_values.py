@@ -28,7 +28,7 @@ from megatron_brorl.rewards.answer_text import NAME, THIN, PlainNumber, Unit, na
 # A sympy expression, matrix or set, or a Group, Named or Relation. A Float has the digits of a decimal in the text.
 Value = Any
 
-_DIGITS = 1000
+_DIGITS = 1000  # of a difference, see above
 _GAMMA_DIGITS = 100  # for factorials of fractions, which would take seconds with more digits
 _DECIMALS = 6  # fewest digits with which a decimal can match an irrational number
 
@@ -126,7 +126,7 @@ def same_value(reference: str, answer: str) -> bool:
 def read(text: str, names: bool = False) -> tuple[Value, Unit | None]:
     """Parse a text. Return its value and the unit of measurement at its end, if there is one.
 
-    names: as in answer_text.mark_letters.
+    names: whether the reference has letters that are text, such as `XI` (answer_text.mark_letters).
     """
     text = answer_text.commands(_BRACED_COMMA.sub("", answer_text.ascii_text(text)))
     text, measured = answer_text.without_unit(_DELIMITER.sub("", text))
@@ -166,7 +166,7 @@ def _value(text: str) -> Value:
     if cuts:
         return _union([_value(part) for part in parts])
     parts, cuts = _split(text, _LIST)
-    parts = [sign for part in parts for sign in _plus_minus(part)]
+    parts = [variant for part in parts for variant in _plus_minus(part)]
     if len(parts) > 1:
         return _list([_value(part) for part in parts], strict=";" in cuts)
     parts, cuts = _split(text, _RELATION)
@@ -288,8 +288,7 @@ def _plain_name(name: str) -> str:
 def _atom(text: str) -> Value:
     """Parse a text without separators outside brackets."""
     text = text.strip()
-    number = plain_number(text)
-    if number:
+    if number := plain_number(text):
         return _number(number, text)
     opened = re.match(r"\\?[{(\[]", text)
     if not opened or _group_end(text) < len(text):
@@ -303,7 +302,7 @@ def _atom(text: str) -> Value:
     if {bracket, text[-1]} in ({"(", "]"}, {"[", ")"}):
         start, end = map(exact, _value(inside).items)
         return sympy.Interval(start, end, left_open=bracket == "(", right_open=text[-1] == ")")
-    condition = _SUCH_THAT.fullmatch(inside) if bracket in "{" else None
+    condition = _SUCH_THAT.fullmatch(inside) if bracket in ("", "{") else None
     if condition:
         return as_set(_value(condition[1]))
     value = _value(inside)
@@ -373,7 +372,7 @@ def as_set(value: Value) -> Any:
 
 def exact(value: Value) -> Any:
     """Replace the decimals of an expression by fractions. Raises ValueError for a list or a relation."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple):  # a Group, Named or Relation
         raise ValueError("a list or a relation where a number is expected")
     return value.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))) if value.has(sympy.Float) else value
 
@@ -493,6 +492,7 @@ def _is_zero(number: Any) -> bool:
         return bool(number.is_zero)
     digits = _GAMMA_DIGITS if number.has(sympy.gamma, sympy.factorial, sympy.binomial) else _DIGITS
     parts = number.evalf(6, maxn=digits).as_real_imag()
+    # The precision of a result of evalf is the number of its accurate bits, at least 1.
     return all(part == 0 or (part.is_Float and part.is_finite and part._prec <= 2) for part in parts)
 
 

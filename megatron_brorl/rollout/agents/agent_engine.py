@@ -35,13 +35,14 @@ GRACE_S = 10.0  # seconds after agent.max_seconds until the process of a functio
 class AgentEngine(ProcessEngine):
     """An engine whose rollouts are runs of an agent. Their Episode has the starts of their sequences.
 
-    A rollout whose agent made no call is returned as "cut", too. Unfinished rollouts are not returned.
+    A rollout whose process is lost or whose agent made no call is returned as "cut". Unfinished rollouts are omitted.
     """
 
     chat: Chat
     server: AgentServer = field(default_factory=AgentServer)
 
     def interaction(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> Interaction[Any] | None:
+        """See ProcessEngine. Only the sampling of agents shares no prefixes."""
         return None if sampling.shares_prefixes else _Agents(self, requests, sampling, *others)
 
     def close(self) -> None:
@@ -59,12 +60,13 @@ class FixedText:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, callbacks: GenerateCallbacks, supply: Supply
     ) -> list[list[Rollout]]:
-        numbers = count()
+        request_numbers = count()
         while supply.has_more():
-            for request in supply.next_requests(8):
+            for request in supply.next_requests(room=8):
                 ids = torch.tensor(self.ids[: request.max_tokens])
                 finish: FinishReason = "stop" if len(ids) == len(self.ids) else "length"
-                callbacks.finished(next(numbers), Rollout(0, ids, torch.zeros(len(ids)), finish, ((0, len(ids)),)))
+                rollout = Rollout(0, ids, torch.zeros(len(ids)), finish, spans=((0, len(ids)),))
+                callbacks.finished(next(request_numbers), rollout)
         return []
 
 
@@ -79,8 +81,8 @@ class _Agent(Running):
 class _Agents(Interaction[_Agent]):
     """The agents of one call of generate."""
 
-    def __init__(self, owner: AgentEngine, *call: Any) -> None:
-        super().__init__(owner.pool, owner.chat.config.function, *call)
+    def __init__(self, owner: AgentEngine, *arguments: Any) -> None:
+        super().__init__(owner.pool, owner.chat.config.function, *arguments)
         self.owner = owner
         self.prompt_tokens = owner.chat.prompt_tokens
         self._sent: list[Call] = []  # by index of the engine's request
@@ -142,9 +144,9 @@ class _Agents(Interaction[_Agent]):
         ids, log_probs, sampled, starts, spans = tokens(rows)
         calls = [call for row in rows for call in row]
         text = None
-        if event.score is None:
-            first = next((row for row in rows if sequences.calls[0] in row), rows[0])
-            text = event.messages[0]["content"] if event.messages else str(first[-1].reply["content"])
+        if event.score is None:  # The verifier scores the returned text, or the last reply of the first conversation.
+            first_row = next((row for row in rows if sequences.calls[0] in row), rows[0])
+            text = event.messages[0]["content"] if event.messages else str(first_row[-1].reply["content"])
         tool_calls = sum(len(call.reply.get("tool_calls", ())) for call in calls)
         episode = Episode(sampled, len(calls), tool_calls, score=event.score, starts=starts, text=text)
         running.rollout = Rollout(running.rollout.index, ids, log_probs, "stop", spans, episode)

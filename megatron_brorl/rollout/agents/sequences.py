@@ -50,7 +50,7 @@ class Call:
     # Set before the call is submitted.
     limit: int = 0  # most tokens of the completion
     stop: tuple[str, ...] = ()  # strings
-    done: Callable[[], Any] = lambda: None  # called when the fields below are set, or never will be
+    done: Callable[[], Any] = lambda: None  # called when the fields below are set or the call is withdrawn
     # Set when the completion is known.
     reply: Message = field(default_factory=dict)
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [G], sampled
@@ -78,7 +78,8 @@ class Sequences:
             ids = earlier_ids + self.chat.proceed(messages[len(earlier.messages) + 1 :], tools, earlier.stopped)
         else:
             ids = self.chat.render(messages, tools)
-            earlier = earlier if ids[: len(earlier_ids)] == earlier_ids else None
+            if ids[: len(earlier_ids)] != earlier_ids:  # for example because the template drops earlier thoughts
+                earlier = None
         repeats = sum(call.prompt_ids == ids for call in self.calls)
         call = Call(messages, tools, ids, earlier, stream_key(self.key, repeats, *ids))
         self.calls.append(call)
@@ -112,11 +113,11 @@ def tokens(rows: Sequence[Sequence[Call]]) -> tuple[Tensor, Tensor, Tensor, tupl
         starts.append(total)
         length = 0
         for call in row:
-            context = torch.tensor(call.prompt_ids[length:], dtype=torch.int64)
-            ids += [context, call.ids]
-            log_probs += [torch.zeros(len(context)), call.log_probs]
-            sampled += [torch.zeros(len(context), dtype=torch.bool), torch.ones(len(call.ids), dtype=torch.bool)]
-            spans = extend_spans(spans, call.version, len(context) + len(call.ids))
+            prompt = torch.tensor(call.prompt_ids[length:], dtype=torch.int64)  # the part after the previous completion
+            ids += [prompt, call.ids]
+            log_probs += [torch.zeros(len(prompt)), call.log_probs]
+            sampled += [torch.zeros(len(prompt), dtype=torch.bool), torch.ones(len(call.ids), dtype=torch.bool)]
+            spans = extend_spans(spans, call.version, len(prompt) + len(call.ids))
             length = len(call.prompt_ids) + len(call.ids)
         total += length
     return torch.cat(ids), torch.cat(log_probs), torch.cat(sampled), tuple(starts), spans
@@ -148,7 +149,7 @@ def _canonical_call(call: Any) -> dict[str, Any]:
     try:
         function = call["function"]
         arguments = function["arguments"]
-        arguments = {**(json.loads(arguments) if isinstance(arguments, str) else arguments)}
+        arguments = {**(json.loads(arguments) if isinstance(arguments, str) else arguments)}  # TypeError if no object
         function = {"name": str(function["name"]), "arguments": arguments}
         return {"id": str(call.get("id", "")), "type": "function", "function": function}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):

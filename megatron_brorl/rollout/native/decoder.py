@@ -66,8 +66,8 @@ class _Mlp:
 @dataclass(frozen=True)
 class _Experts:
     router: Linear  # [B, H] -> [B, experts] float32
-    experts: Sequence[_Mlp] | tuple[Tensor, Tensor]  # or gate and up [experts, 2 ffn, H], and down [experts, H, ffn]
-    shared: tuple[_Mlp, Linear] | None  # computes every row, and its gate [B, H] -> [B, 1]
+    experts: Sequence[_Mlp] | tuple[Tensor, Tensor]  # or stacked: gate_up [experts, 2 ffn, H], down [experts, H, ffn]
+    shared: tuple[_Mlp, Linear] | None  # the expert of every row, and its gate [B, H] -> [B, 1]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Layer:
     mlp_norm: Tensor  # [H], before the MLP
     mlp: _Mlp | _Experts
     post_mlp_norm: Tensor | None  # [H], after the MLP
-    local: bool  # uses the second rotation
+    local: bool  # rotates by Decoder.local_inv_freq
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PrefillChunk:
     store_from: int  # index in `ids` of the first token that is stored; earlier ones are only computed
     pages: Tensor  # for tokens from `store_from` on, [pages] int32
     offset: int  # tokens of the sequence before `ids`, a multiple of the pool's page unless it is contiguous
-    before: Tensor  # [n] int32: the pages of these tokens
+    before: Tensor  # [n] int32: the pages of the tokens before `ids`
 
 
 class Decoder:
@@ -162,7 +162,7 @@ class Decoder:
         def mixture() -> _Experts:
             experts: Sequence[_Mlp] | tuple[Tensor, Tensor]
             numbers = range(self.shape.experts)
-            if self.ops.contiguous:  # One product for all experts needs no host that knows the rows of each.
+            if self.ops.contiguous:  # In one product for all experts, the host need not know the rows of each.
                 gate_up, down = (
                     torch.stack([get(part, e) for e in numbers]) for part in (moe.EXPERT_GATE_UP, moe.EXPERT_DOWN)
                 )
@@ -191,7 +191,7 @@ class Decoder:
         return self.head(hidden.to(self.head.weight.dtype))
 
     def angles(self, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [..., d / 2] float32 of positions [...]; local: for the layers of the second rotation."""
+        """Return cos and sin [..., d / 2] float32 of positions [...]; local: for layers of shape.local_layers."""
         inv_freq, factor = (self.local_inv_freq, 1.0) if local else (self.inv_freq, self.rope_factor)
         angle = positions.to(inv_freq.dtype).unsqueeze(-1) * inv_freq
         return angle.cos() * factor, angle.sin() * factor
@@ -227,8 +227,9 @@ class Decoder:
             ends = torch.searchsorted(by_expert, torch.arange(len(gate_up), device=x.device), right=True).int()
             sorted_out = grouped_mm(self._activate(grouped_mm(inputs, gate_up, offs=ends)), down, offs=ends)
         else:
-            parts = inputs.split(by_expert.bincount(minlength=len(layer.experts)).tolist())
-            sorted_out = torch.cat([self._mlp(e, own) for e, own in zip(layer.experts, parts, strict=True) if len(own)])
+            counts = by_expert.bincount(minlength=len(layer.experts))
+            expert_inputs = zip(layer.experts, inputs.split(counts.tolist()), strict=True)
+            sorted_out = torch.cat([self._mlp(expert, rows) for expert, rows in expert_inputs if len(rows)])
         out = torch.empty_like(sorted_out)
         out[order] = sorted_out
         mixed = (out.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -285,7 +286,7 @@ class Decoder:
     def prefill(self, pool: PagePool, chunks: Sequence[PrefillChunk]) -> Tensor:
         """Compute chunks with equally many tokens before each; return the hidden states [chunks, H] at their ends."""
         shape = self.shape
-        before = to_device(torch.stack([chunk.before for chunk in chunks]).long(), self.device)  # [chunks, n]
+        before = to_device(torch.stack([chunk.before for chunk in chunks]).long(), self.device)  # [chunks, n] pages
         offset = chunks[0].offset
 
         # Batch the chunks, padded on the right.
@@ -296,8 +297,8 @@ class Decoder:
         # The tokens that are stored: their indices in the batch, their pages, and their slots in these.
         counts = [len(chunk.ids) - chunk.store_from for chunk in chunks]
         token_index = torch.cat([torch.arange(n) for n in counts])
-        first = torch.tensor([i * width + chunk.store_from for i, chunk in enumerate(chunks)])
-        stored = token_index + first.repeat_interleave(torch.tensor(counts))
+        first_stored = torch.tensor([i * width + chunk.store_from for i, chunk in enumerate(chunks)])
+        stored = token_index + first_stored.repeat_interleave(torch.tensor(counts))
         page = torch.cat([p.pages.long().repeat_interleave(pool.page)[:n] for p, n in zip(chunks, counts, strict=True)])
         stored, page, slot = to_device(torch.stack((stored, page, token_index % pool.page)), self.device)
 

@@ -69,7 +69,7 @@ class PagePool:
 
     def __post_init__(self) -> None:
         shape, dtype, device, pages = self.shape, self.dtype, self.device, self.size
-        width = pages_for(shape.head_dim) * PAGE
+        width = pages_for(shape.head_dim) * PAGE  # head_dim, rounded up to a multiple of 16
         key_shape, value_shape = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
         if self.contiguous:
             key_shape = value_shape = (self.page, shape.kv_heads, shape.head_dim)
@@ -172,7 +172,7 @@ class PrefixCache:
         chain = list(cached)
         for tokens in self._full_blocks(prompt)[len(cached) :]:
             self._last_number += 1
-            key = chain[-1].number if chain else 0, tokens
+            key = (chain[-1].number if chain else 0, tokens)
             self._blocks[key] = _Block(key, self._last_number, self._pool.allocate(self._pages_per_block))
             chain.append(self._blocks[key])
         for block in chain:
@@ -208,7 +208,7 @@ class PrefixCache:
 
 def page_bytes(shape: ModelShape, dtype: torch.dtype, page: int = PAGE, contiguous: bool = False) -> int:
     """Return the bytes of one page over all layers."""
-    width = shape.head_dim if contiguous else pages_for(shape.head_dim) * PAGE
+    width = shape.head_dim if contiguous else pages_for(shape.head_dim) * PAGE  # of a value, see PagePool
     routes = shape.chosen_experts * empty_routes(shape).itemsize
     return shape.layers * page * (shape.kv_heads * (shape.head_dim + width) * dtype.itemsize + routes)
 
@@ -218,7 +218,8 @@ def spare_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return host_memory(ranks)[1] // 2 // ranks
+    _, free, _ = host_memory(ranks)
+    return free // 2 // ranks
 
 
 def host_memory(ranks: int) -> tuple[int, int, str]:
@@ -227,8 +228,8 @@ def host_memory(ranks: int) -> tuple[int, int, str]:
     The limit is the memory of the machine, of a cgroup of version 1 or 2 (docker, Slurm, systemd), or of `ulimit -v`.
     """
     memory = psutil.virtual_memory()
-    limits = [(memory.total, memory.available, "")]
-    for line in "".join(file.read_text() for file in PROCESS.glob("cgroup")).splitlines():
+    limits = [(memory.total, memory.available, "")]  # total, free, and the name of the limit
+    for line in "".join(file.read_text() for file in PROCESS.glob("cgroup")).splitlines():  # The file may be absent.
         _, kind, path = line.split(":", 2)
         names = ("limit_in_bytes", "usage_in_bytes") if kind else ("max", "current")
         folder = CGROUPS / kind / path.lstrip("/")

@@ -129,9 +129,9 @@ class Scheduler:
                 pages, cached = self.prefixes.add(prompt_tokens)
                 self.prompt_pages[prompt, : len(pages)] = pages
                 self.prompt_lengths[prompt] = len(prompt_tokens)
-                first = cached // self.pool.page
+                before, new_pages = pages.tensor_split([cached // self.pool.page])
                 ids = prompt_tokens[cached:]
-                chunks.append(PrefillChunk(ids, store_from=0, pages=pages[first:], offset=cached, before=pages[:first]))
+                chunks.append(PrefillChunk(ids, store_from=0, pages=new_pages, offset=cached, before=before))
                 outputs.append((self.prompt_hidden, prompt))
 
             slot = self._assign_slot(queued)

@@ -49,8 +49,8 @@ class StopCriteria:
     def hit(self, new: Tensor, rows: Tensor, tokens: Tensor, produced: Tensor, start: Tensor) -> Tensor:
         """Return whether each row ends with its newest token, [B] bool.
 
-        new [B] int64: newest tokens of the rows [B] of tokens [slots, max_tokens]; produced [slots]: valid tokens;
-        start [slots]: tokens before the text in which strings are searched.
+        new [B] int64: the newest token of each row; rows [B]: its slot in tokens [slots, max_tokens]; produced [slots]:
+        number of valid tokens; start [slots]: number of tokens before the text in which strings are searched.
         """
         ended = torch.isin(new, self.ids)
         if self.strings:

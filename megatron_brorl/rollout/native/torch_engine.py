@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -239,7 +240,9 @@ class TorchEngine:
         rows = SAMPLED_ROWS if self.device.type == "cpu" else max(1, SAMPLED_LOGITS // self.shape.vocab)
         columns = (hidden, *to_device(torch.stack(stream), self.device))
         parts = zip(*(x.split(rows) for x in columns), strict=True)
-        sampled = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
+        sampled = [
+            self.sample(self._decoder.logits(h), keys, index, position, *settings) for h, keys, index, position in parts
+        ]
         ids, log_probs = (torch.cat(x) for x in zip(*sampled, strict=True))
         return ids, log_probs
 
@@ -263,10 +266,10 @@ class TorchEngine:
         pool = self._pool
         if pool is None or pool.page != page or pool.size < needed or pool.size > 2 * needed + 64:
             pool = self._pool = self._graphs = None  # frees its memory first
-            size = page_bytes(self.shape, self.dtype, page, contiguous)
+            size = page_bytes(self.shape, self.dtype, page, contiguous)  # bytes of a page in all layers
             # With fewer pages, the row with the longest prompt could not reach max_tokens.
             min_pages = max(prompt_pages, default=0) + response_pages
-            room = (self.memory or spare_memory(self.device)) // size - contiguous  # pages that fit
+            room = (self.memory or spare_memory(self.device)) // size - contiguous  # minus the page for padding
             if room < min_pages:
                 raise UserError(
                     f"rollout.kv_cache_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
@@ -312,7 +315,7 @@ class _Graph:
 
 
 class StepGraphs:
-    """Decoder.step for one decoder and one contiguous page pool.
+    """CUDA graphs of Decoder.step for one decoder and one contiguous page pool.
 
     A graph is recorded when its size occurs for the second time. It holds as long as the decoder's weights and the pool
     stay where they are in memory.
@@ -321,15 +324,15 @@ class StepGraphs:
     def __init__(self, decoder: Decoder, pool: PagePool, max_rows: int) -> None:
         self.decoder = decoder
         self.pool = pool
-        self._rows = sorted({-int(-max_rows * f // 1) for f in FRACTIONS})
+        self._rows = sorted({math.ceil(max_rows * fraction) for fraction in FRACTIONS})
         self._memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         self._sizes_run: set[tuple[int, int, int]] = set()
         self._graphs: dict[tuple[int, int, int], _Graph] = {}
 
     def step(self, pages: RowPages, ids: Tensor) -> Tensor:
-        """Return Decoder.step(pages, ids). pages: on the CPU. A later call overwrites the result."""
+        """Call Decoder.step with pages on the CPU. Return its hidden states [B, H], which a later call overwrites."""
         count = len(ids)
-        # Upper bounds that seldom change. The kernels start a block for each of them, and most end at once.
+        # Powers of two as upper bounds, which seldom change. Blocks of the kernels beyond the true numbers end at once.
         prompts, largest = (1 << (n - 1).bit_length() for n in (len(pages.prompt_lengths), pages.largest_group))
         rows = next(n for n in self._rows if n >= count)
         size = rows, prompts, largest

@@ -46,12 +46,12 @@ class PendingRollout:
         log_probs = answer.tensors["log_probs"] if sampling.log_probs else torch.full((len(ids),), float("nan"))
         return Rollout(
             begun.index,
-            torch.cat((begun.token_ids, ids)),
-            torch.cat((begun.log_probs, log_probs)),
-            finish,
-            extend_spans(begun.spans, version, len(ids)),
-            begun.episode,
-            answer.tensors["routes"].view(answer.fields["routes"]) if sampling.routes else None,
+            token_ids=torch.cat((begun.token_ids, ids)),
+            log_probs=torch.cat((begun.log_probs, log_probs)),
+            finish=finish,
+            spans=extend_spans(begun.spans, version, len(ids)),
+            episode=begun.episode,
+            routes=answer.tensors["routes"].view(answer.fields["routes"]) if sampling.routes else None,
         )
 
     def fault(self, answer: Message, sampling: Sampling, vocab: int) -> str:
@@ -67,8 +67,9 @@ class PendingRollout:
         if sampling.log_probs and (len(log_probs) != len(ids) or bool(log_probs.isnan().any())):
             return f"{len(log_probs)} log-probabilities for {len(ids)} tokens, or NaN among them"
         computed = len(self.ids) + len(ids) - 1
-        if sampling.routes and len(ids) and answer.fields.get("routes", [0])[0] != computed:
-            return f"routes of {answer.fields.get('routes', [0])[0]} tokens where {computed} were computed"
+        routed = answer.fields.get("routes", [0])[0]  # number of tokens; the field is the shape of the routes
+        if sampling.routes and len(ids) and routed != computed:
+            return f"routes of {routed} tokens where {computed} were computed"
         return "" if finish in get_args(FinishReason) else f"unknown finish reason {shown(finish)}"
 
 
@@ -88,29 +89,24 @@ class PendingRollouts:
         self.faults: list[str] = []  # reasons of invalid answers, whose rollouts are lost
         self.rows: dict[int, PendingRollout] = {}  # by the number in messages
         self._results: list[list[Rollout]] = []  # by request
-        self._count = 0
-        self._withdrawn: set[int] = set()
+        self._count = 0  # rollouts added so far
+        self._withdrawn: set[int] = set()  # the numbers that withdrawn() has returned
 
     def add(self, requests: Sequence[Request]) -> dict[int, PendingRollout]:
         """Add requests and return their rollouts by number. They are numbered after all earlier rollouts."""
-        new = (
-            self._pending(number, request, begun)
-            for number, request in enumerate(requests, start=len(self._results))
-            for begun in request.rollouts()
-        )
-        added = dict(enumerate(new, start=self._count))
+        added = {}
+        for index, request in enumerate(requests, start=len(self._results)):
+            limit = min(self.sampling.new_tokens, request.max_tokens or self.sampling.max_tokens)
+            for begun in request.rollouts():
+                begun_tokens = len(begun.token_ids)
+                ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
+                tokens = min(limit, self.sampling.max_tokens - begun_tokens)
+                seed = sibling_seed(request.key, begun.index, begun_tokens)
+                added[self._count] = PendingRollout(index, ids, begun, max_new_tokens=tokens, seed=seed, source=request)
+                self._count += 1
         self.rows.update(added)
         self._results.extend([] for _ in requests)
-        self._count += len(added)
         return added
-
-    def _pending(self, number: int, request: Request, begun: Rollout) -> PendingRollout:
-        begun_tokens = len(begun.token_ids)
-        sampling = self.sampling
-        tokens = min(sampling.new_tokens, sampling.max_tokens - begun_tokens, request.max_tokens or sampling.max_tokens)
-        ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
-        seed = sibling_seed(request.key, begun.index, begun_tokens)
-        return PendingRollout(number, ids, begun, tokens, seed, request)
 
     def admit(self) -> dict[int, PendingRollout]:
         """Add as many rollouts from the supply as the engine has room for, and return them by number."""
@@ -136,7 +132,7 @@ class PendingRollouts:
         stops = self._stops.with_strings(row.source.stop_strings)
         if stops.strings and not fault:
             start = turn_start(row.begun)
-            end = stops.first_end(rollout.token_ids[start:], len(row.begun.token_ids) - start)
+            end = stops.first_end(rollout.token_ids[start:], begun=len(row.begun.token_ids) - start)
             if end is not None:
                 end += start
                 dropped = len(rollout.token_ids) - end

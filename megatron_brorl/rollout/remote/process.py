@@ -28,7 +28,7 @@ from megatron_brorl.signals import LAUNCHER
 
 PREFIX = "brorl-engine-"
 MAX_RESTARTS = 3  # in a row, without a completed call, before the run ends
-_POLL_S = 0.2
+_POLL_S = 0.2  # seconds per wait for messages
 _SILENT_S = 1.5  # say hello again after this silence, because a restarted process does not know this client
 # Variables to remove, because with them an engine's workers would act as ranks of the trainer's launcher.
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")
@@ -49,7 +49,8 @@ def make_folder(parent: str) -> Path:
     root = Path(parent)
     with contextlib.suppress(OSError):
         for old in root.glob(f"{PREFIX}*"):
-            if not Path("/proc", old.name.removeprefix(PREFIX).partition("-")[0]).exists():
+            trainer_pid = old.name.removeprefix(PREFIX).partition("-")[0]
+            if not Path("/proc", trainer_pid).exists():
                 shutil.rmtree(old, ignore_errors=True)
 
     try:
@@ -71,6 +72,7 @@ def address(folder: Path) -> str:
 def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) -> dict[str, str]:
     """Return the engine's environment: the trainer's without the variables of its launcher and CUDA, plus `own`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith((*_MPI, *_LAUNCHER, *_CUDA))}
+    # `devices` are indices into CUDA_VISIBLE_DEVICES if it is set.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     device_names = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
     path = [str(folder / "code"), *filter(None, [inherited.get("PYTHONPATH")])]
@@ -118,7 +120,7 @@ class Connection:
         self._last_hello = 0.0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(option, 0)
+            self._socket.setsockopt(option, 0)  # Drop unsent messages at the end; queue any number before.
         self._socket.connect(address)
 
     def send(self, message: Message) -> None:
@@ -308,8 +310,7 @@ class Supervisor:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._link.pid or self._link.capabilities is None:
             self._link.poll(_POLL_S)
-            ended = self._process.ended()
-            if ended:
+            if ended := self._process.ended():
                 raise EngineError(ended)
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -322,7 +323,7 @@ class Supervisor:
                 if self._closing.is_set() or self.failure:
                     return
                 try:
-                    self._link.poll(0)
+                    self._link.poll(seconds=0)
                     why = self._problem()
                     # The trainer uses the memory of a sleeping engine, so wake() restarts a dead engine.
                     if why and not self._asleep:
@@ -332,12 +333,10 @@ class Supervisor:
 
     def _problem(self) -> str:
         """Return why the process counts as failed, or "" if it is healthy."""
-        ended = self._process.ended()
-        if ended:
+        if ended := self._process.ended():
             return ended
-        silent = time.monotonic() - self._link.last_heard
-        too_long = silent > HEARTBEAT_TIMEOUT_S
-        return f"engine process {self.pid} is silent for {silent:.0f} s" if too_long else ""
+        silent_s = time.monotonic() - self._link.last_heard
+        return f"engine process {self.pid} is silent for {silent_s:.0f} s" if silent_s > HEARTBEAT_TIMEOUT_S else ""
 
     def _restart(self, why: str, weights: HostWeights | None) -> None:
         while True:

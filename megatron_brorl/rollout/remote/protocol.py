@@ -119,7 +119,7 @@ class Completion:
         """Convert an engine's output.
 
         reason: the engine's finish reason; all but "stop" and "length" become "cut". reported: log-probabilities by
-        token id at each position, or empty. Raises ValueError if that of a sampled token is missing.
+        token id at each position, or empty. Raises ValueError if a sampled token has none.
         """
         if reported and len(reported) != len(token_ids):
             raise ValueError(f"{len(reported)} log-probs for {len(token_ids)} tokens")

@@ -25,7 +25,7 @@ from megatron_brorl.errors import UserError, warn
 from megatron_brorl.files import read_object
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.rollout.engine import GenerateCallbacks, KvUsage, Request, Sampling, Supply, check_context
-from megatron_brorl.rollout.native.pages import host_memory
+from megatron_brorl.rollout.native.pages import spare_memory
 from megatron_brorl.rollout.registry import ENGINES, START_TIMEOUT_S
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
 from megatron_brorl.rollout.remote.process import Connection, EngineError, Supervisor, address, make_folder
@@ -41,7 +41,7 @@ from megatron_brorl.rollout.remote.weights_in_trainer import (
 from megatron_brorl.rollout.weight_stream import UpdateRefused
 from megatron_brorl.types import Rollout
 
-_POLL_S = 0.05
+_POLL_S = 0.05  # seconds per wait for messages
 _STOP_S = 10.0  # seconds that an engine has to end cancelled calls
 
 
@@ -93,8 +93,7 @@ class RemoteEngine:
         It is the rank's share of the rollouts that the engine computes together, if each fills half of the context.
         Further rollouts would wait inside the engine, while another rank's engine may have room.
         """
-        capabilities = self.capabilities
-        rows = min(capabilities.rows, 2 * capabilities.kv_tokens // self.options.context)
+        rows = min(self.capabilities.rows, 2 * self.capabilities.kv_tokens // self.options.context)
         return max(1, rows // self.settings.tensor)
 
     def _wait_for_capabilities(self) -> Capabilities:
@@ -168,7 +167,7 @@ class RemoteEngine:
 
         asked_pid = 0  # process that received the requests, which may end meanwhile; 0 = none
         rows = pending.rows
-        self._link.say_hello()  # It answers with its current state.
+        self._link.say_hello()  # The process answers with its pid and the version of its weights.
         while (rows or (supply and supply.has_more())) and not (callbacks and callbacks.cancelled()):
             # The supervisor has given up. Ranks without a supervisor wait until the watchdog cancels them.
             if self.supervisor and self.supervisor.failure:
@@ -349,7 +348,7 @@ def connect_engine(
         stop_strings=config.stop_strings,
         agents=bool(config.agent.function),
         threads=torch.get_num_threads() * tensor,
-        kv_bytes=(config.rollout.kv_cache_mib * 2**20 or host_memory(per_node)[1] // 2 // per_node) * tensor,
+        kv_bytes=(config.rollout.kv_cache_mib * 2**20 or spare_memory(torch.device("cpu"))) * tensor,
         max_kv_tokens=kv_tokens,
         routes=routes,
         section=asdict(settings),

@@ -38,7 +38,7 @@ from megatron_brorl.rollout.remote.protocol import (
     encode,
 )
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 0.5  # seconds between heartbeats
 
 
 class Server:
@@ -132,10 +132,9 @@ class Server:
 
     async def _generate(self, client: bytes, message: Message) -> None:
         """Answer with a "rollout" per finished rollout, then "ended"; or with "stale" if the weights are different."""
-        # The rank asks again when it knows the new version.
         fields = message.fields
-        call = message.fields["call"]
-        if fields["version"] != self.version:
+        call = fields["call"]
+        if fields["version"] != self.version:  # The rank asks again when it knows the new version.
             await self._send(client, Message("stale", {"call": call}))
             return
 
@@ -148,8 +147,7 @@ class Server:
             sampling = Sampling(**fields["sampling"])
             rows = self._submit(message, sampling)
             self.calls[client, call] = {number: handle for number, handle, _ in rows}
-            answers = (self._answer(client, call, *row) for row in rows)
-            await asyncio.gather(*answers)
+            await asyncio.gather(*(self._answer(client, call, *row) for row in rows))
         except Exception as e:
             # The rank raises an error, so the other rollouts are not needed.
             for handle in self.calls.get((client, call), {}).values():
@@ -196,9 +194,8 @@ async def _main(address: str, options: EngineOptions) -> None:
     # Check the version first, because importing the backend fails with an older engine. The trainer shows the last line
     # of the log.
     kind = ENGINES[options.engine]
-    old = kind.too_old(importlib.import_module(kind.package).__version__)
-    if old:
-        raise SystemExit(old)
+    if too_old := kind.too_old(importlib.import_module(kind.package).__version__):
+        raise SystemExit(too_old)
     backend: EngineBackend = pkgutil.resolve_name(kind.backend)(options)
     await Server(backend, await backend.start(), address).serve()
 

@@ -1,7 +1,7 @@
 """The weights of an update in the trainer, which sends them to engines through one file in shared memory per node.
 
-Every rank of a node receives every tensor, because producing tensors is a collective. Only one rank writes it to the
-file. The file outlives engine processes, so that a restarted one loads the same weights without a collective.
+Every rank of a node receives every tensor, because producing tensors is a collective. Each tensor is written to the
+file by one rank. The file outlives engine processes: a restarted engine loads the same weights without a collective.
 
 Updates overwrite the file of an older update, because allocating shared memory takes longer than copying the weights. A
 second file is used only while engines hold the weights of the first.
@@ -26,7 +26,7 @@ from megatron_brorl.rollout.remote.weights_in_worker import TensorRecord, map_fi
 from megatron_brorl.rollout.weight_stream import NamedTensors, Shapes, UpdateRefused, receive_each
 
 BUCKET_BYTES = 256 << 20  # size of the tensors that a worker loads together
-THREADS = 4  # per rank
+THREADS = 4  # that write tensors, per rank
 BLOCK = 128  # rows and columns that share a scale
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 SCALE = "_scale_inv"  # suffix of the name of a weight's scales
@@ -66,7 +66,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     n, k = x.shape
     padded = pad(x.float(), (0, -k % BLOCK, 0, -n % BLOCK))
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)  # 128 x 128 in dims 1, 3
     amax = blocks.abs().amax(dim=(1, 3))
     scale = torch.where(amax > 0, amax / FP8_MAX, torch.ones_like(amax))
     scaled = (blocks / scale[:, None, :, None]).view_as(padded)[:n, :k]
@@ -198,7 +198,7 @@ def allocate(path: Path, size: int) -> None:
 def _write(
     tensors: NamedTensors, update: WeightUpdate, own_names: set[str], records: list[TensorRecord], path: Path
 ) -> Checksums:
-    """Read the stream to its end, write the tensors in `own` and return their checksums. Raises UpdateRefused."""
+    """Read the stream to its end, write the tensors `own_names` and return the checksums. Raises UpdateRefused."""
     memory = map_file(str(path))
     records_by_name = {record.name: record for record in records}
     sums: Checksums = {}
@@ -213,8 +213,8 @@ def _write(
             tensor_at(memory, records_by_name[sent_name]).copy_(x)
             sums[sent_name] = int(checksum(sent_name, x))
         if expected is not None:
-            same = sent.keys() == {name} and sent[name].dtype == tensor.dtype
-            if (sums[name] if same else int(checksum(name, tensor))) != int(expected):
+            is_unchanged = sent.keys() == {name} and sent[name].dtype == tensor.dtype
+            if (sums[name] if is_unchanged else int(checksum(name, tensor))) != int(expected):
                 faults.append(name)
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="staging") as pool:

@@ -35,8 +35,8 @@ def read_bucket(bucket: WorkerBucket, device_id: int) -> dict[str, Tensor]:
     checksum. The engine must then be restarted.
     """
     device = torch.device("cuda", device_id) if torch.cuda.is_available() else torch.device("cpu")
-    rows: Any = bucket["records"]
-    records = [TensorRecord(*record) for record in rows]
+    lists: Any = bucket["records"]
+    records = [TensorRecord(*fields) for fields in lists]
     memory = map_file(str(bucket["path"]))
     tensors = {record.name: tensor_at(memory, record).to(device) for record in records}
     for record in records:

@@ -11,7 +11,7 @@ import math
 import os
 from typing import Any
 
-_DEPTH = 100
+_DEPTH = 100  # levels of nesting
 _GROUPS = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 

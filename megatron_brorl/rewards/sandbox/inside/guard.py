@@ -25,7 +25,7 @@ def main() -> None:
     wire = Wire(os.dup(0), os.dup(1))
     silence = os.open(os.devnull, os.O_RDWR)
     job = codec.parse(wire.read() or b"{}")
-    job["has_namespace"] = os.getpid() == 1  # In a namespace of its own it may kill every process.
+    job["has_namespace"] = os.getpid() == 1  # In a namespace of its own, the runner may kill every process.
     confine(job)
     wire.write({"up": True})
     for number in (0, 1, 2):
@@ -46,7 +46,7 @@ def main() -> None:
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.poll()
     if not job["has_namespace"]:
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # 0: the group of this process
     os._exit(0)
 
 

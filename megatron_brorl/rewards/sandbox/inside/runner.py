@@ -31,7 +31,7 @@ _RAISED: dict[str, type[Exception]] = {
         *(AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError),
     )
 }
-_CHUNK = 1 << 16
+_CHUNK = 1 << 16  # bytes to read or write at once
 
 
 class ProgramError(Exception):
@@ -145,8 +145,10 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
     Like other graders, take a method of `class Solution` if the module does not define the function itself.
     """
     value: Any = module
-    is_own = getattr(getattr(module, name, None), "__module__", None) == module.__name__
-    path = name if is_own or "." in name or not hasattr(getattr(module, "Solution", None), name) else f"Solution.{name}"
+    is_defined = getattr(getattr(module, name, None), "__module__", None) == module.__name__
+    path = name
+    if not is_defined and "." not in name and hasattr(getattr(module, "Solution", None), name):
+        path = f"Solution.{name}"
     for attribute in path.split("."):
         value = getattr(value() if isinstance(value, type) else value, attribute)
     if not callable(value):
@@ -185,9 +187,9 @@ class Fork:
         self._seconds = job["test_seconds"]
         self._max_bytes = job["output_bytes"]
         self._has_namespace = job["has_namespace"]
-        self._texts: dict[int, bytearray] = {}
-        self._open: set[int] = set()
-        self._stopped = ""
+        self._texts: dict[int, bytearray] = {}  # output so far, by file descriptor
+        self._open: set[int] = set()  # file descriptors to close
+        self._stopped = ""  # the status if the child has to be killed
 
     def run(self, body: Callable[[], bytes]) -> dict[str, Any]:
         """Return {"status": "ok" or the kind of failure, "why", "stdout", "result": the bytes of `body`, as text}.

@@ -18,7 +18,7 @@ class TrtllmWorkerExtension(WorkerExtension):
     """Methods that TrtllmBackend calls in every worker by AsyncLLM.collective_rpc."""
 
     def brorl_load(self, bucket: WorkerBucket) -> None:
-        """Load a bucket. Raises ValueError as read_bucket."""
+        """Load a bucket. Raises ValueError if a tensor fails its checksum."""
         tensors = read_bucket(bucket, self.device_id)
 
         # TensorRT-LLM expects CUDA IPC handles (function, arguments), and replaces the seventh argument by the device.

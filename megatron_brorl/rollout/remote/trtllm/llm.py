@@ -42,7 +42,7 @@ class TrtllmBackend(EngineBackend):
         self.options = options
         self.config = EngineConfig(**options.section)
         # Memory that a sleep frees. Tags that start with _ are internal.
-        self.tags = [tag for tag in (str(tag.value) for tag in ExecutorMemoryType) if not tag.startswith("_")]
+        self.tags = [str(tag.value) for tag in ExecutorMemoryType if not str(tag.value).startswith("_")]
 
         # Log-probability buffers and CUDA graphs have this batch size, so it is at most the number of rows that fit.
         self.rows = options.max_rows
@@ -146,7 +146,8 @@ class TrtllmBackend(EngineBackend):
         # Drop the tokens of an aborted request, because they may differ from the sampled tokens.
         if output.finish_reason not in ("stop", "length"):
             return Completion(token_ids=[], finish="cut", log_probs=[])
-        reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs or []]
+        # TensorRT-LLM reports numbers, or objects with the attribute logprob.
+        reported = [{token: getattr(x, "logprob", x) for token, x in entry.items()} for entry in output.logprobs or []]
         return Completion.of(output.token_ids, output.finish_reason, reported)
 
     def abort(self, handle: Any) -> None:

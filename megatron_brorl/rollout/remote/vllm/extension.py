@@ -35,7 +35,7 @@ class VllmWorkerExtension:
             _drop_expert_kernels(model)
 
     def brorl_load(self, bucket: WorkerBucket) -> None:
-        """Load a bucket. Raises ValueError as read_bucket."""
+        """Load a bucket. Raises ValueError if a tensor fails its checksum."""
         tensors = read_bucket(bucket, self.device.index or 0)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             self._brorl_loaded |= set(self.model_runner.get_model().load_weights(tensors.items()) or ())

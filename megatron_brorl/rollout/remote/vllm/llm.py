@@ -44,7 +44,7 @@ class VllmBackend(EngineBackend):
         self.options = options
         self.config = EngineConfig(**options.section)
         self.on_gpu = torch.cuda.is_available()
-        self._names = count()
+        self._names = count()  # of requests in vLLM
         self._aborting: set[asyncio.Task[None]] = set()
         if self.config.quantization == "fp8" and not self.on_gpu:
             raise ValueError("engine.quantization = 'fp8' needs a GPU: set 'none'")
@@ -66,7 +66,8 @@ class VllmBackend(EngineBackend):
         options = self.options
         shape = read_shape(Path(self.options.model))
         element_bytes = 1 if self.config.kv_dtype == "fp8" else getattr(torch, options.dtype).itemsize
-        per_token = 2 * shape.layers * -(-shape.kv_heads // self.config.tensor) * shape.head_dim * element_bytes
+        device_heads = -(-shape.kv_heads // self.config.tensor)
+        per_token = 2 * shape.layers * device_heads * shape.head_dim * element_bytes  # of keys and values
 
         available = options.max_kv_tokens * per_token if self.on_gpu else options.kv_bytes
         needed = (options.max_rows * options.context + _SPARE_TOKENS) * per_token
