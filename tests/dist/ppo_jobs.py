@@ -89,10 +89,10 @@ def ppo(
     models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()), teacher)
     metrics = []
     for step in range(STEPS):
-        groups, all_rows, advantages = scored(step, environment)
-        own_rows = share(all_rows, worker.grid)
+        groups, rollouts, advantages = scored(step, environment)
+        own_rows = share(rollouts, worker.grid)
         experience, step_metrics = make_experience(own_rows, groups, advantages, models, algo, TEMPERATURE)
-        batches = mini_batches(experience.slots, [0, 1, 2, 3], algo.mini_batches, "siblings") * algo.epochs
+        batches = mini_batches(experience.slots, range(4), algo.mini_batches, of="siblings") * algo.epochs
         if critic:
             step_metrics |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, first_update=4 * step)
         step_metrics |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, first_update=4 * step)
