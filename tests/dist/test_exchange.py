@@ -176,7 +176,7 @@ def test_the_balance_of_two_optimizer_steps():
     zeros = torch.zeros_like(tokens)
     state = torch.full_like(tokens, STOP)
     tables = {"tokens": tokens, "sampled": tokens, "repeats": zeros, "answers": zeros, "holder": zeros}
-    outcomes = Outcomes(state, zeros.float(), right=zeros.bool(), **tables, closed=[0, 1], kept=[0, 1])
+    outcomes = Outcomes(state, rewards=zeros.float(), right=zeros.bool(), **tables, closed=[0, 1], kept=[0, 1])
     algo = AlgoConfig(mini_batches=2)
     subset = choose_subset(outcomes, algo)
     costs = CostModel(pair=0.0, limit=1024, share=False)

@@ -28,6 +28,7 @@ def kernels(query, key, value, groups):
 
 
 def by_definition(query, key, value, groups):
+    """Let each token attend to its segment up to itself, and to the prompt of its group."""
     first, length, prompt, prompt_length = Segments(groups=groups).table.cuda().T
     first, prompt, end = (x.repeat_interleave(length) for x in (first, prompt, prompt + prompt_length))
     i = torch.arange(len(first), device="cuda")

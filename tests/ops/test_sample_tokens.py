@@ -53,7 +53,7 @@ def test_samples_equal_the_reference(name):
     torch.testing.assert_close(log_probs[same], expected_log_probs[same], atol=1e-4, rtol=1e-5)
 
 
-SETTINGS = ["plain-1031", "top-p-cold", "top-k", "both", "ties-both", "greedy"]
+SETTINGS = ["plain-1031", "top-p-cold", "top-k", "both", "ties-both", "greedy"]  # names in CASES
 
 
 @pytest.mark.parametrize("name", SETTINGS)
