@@ -137,7 +137,7 @@ def train_steps(
     metrics = []
     one_batch = [list(range(len(experience)))]
     for update in range(2):
-        worker.offload()
+        worker.offload()  # moves the weights only with the option offload
         assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
         metrics.append(update_policy(worker, experience, one_batch, algo, optim, temperature=0.9, first_update=update))
     return metrics, streamed(worker)

@@ -152,7 +152,8 @@ def test_group_rewards_and_subsets_equal_those_of_one_process(worlds, directory,
     reward = {"group_function": f"{tmp_path}/own.py:score"}
     changes = {"rollout": {"prompts": 3, **waiting}, "reward": reward, "algo": algo}
     (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, steps=5, faults={})
-    assert [row["group_errors"] for row in expected[0] if row["updates"]] == [0.0] * (5 if "n" in waiting else 3)
+    trained_steps = 5 if "n" in waiting else 3  # Partial rollouts close no group in the first two steps.
+    assert [row["group_errors"] for row in expected[0] if row["updates"]] == [0.0] * trained_steps
     results = worlds(2).run("steps:resumed", directory, parallel, changes, steps=5, stop_at=3, root=str(tmp_path))
     assert_same(results, expected)
     for metrics, weights, metrics_after, weights_after in results:
