@@ -98,14 +98,12 @@ class Module:
 
     def poll(self) -> int | None:
         """Return the exit code (a signal as a negative number), or None while the process runs."""
-        code: int | None = self._process.exitcode
-        return code
+        return self._process.exitcode
 
     def wait(self) -> int:
         """Wait for the end of the process, and return its exit code."""
         self._process.join()
-        code: int = self._process.exitcode
-        return code
+        return self._process.exitcode
 
 
 def listen_on_free_port() -> socket.socket:

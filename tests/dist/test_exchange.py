@@ -43,9 +43,9 @@ def rollout(group: int, sibling: int) -> ScoredRollout:
     ids = torch.randint(0, 2**30, (tokens,), generator=g)
     routes = torch.randint(0, 300, (PROMPT_TOKENS[group] + tokens - 1, 3, 1), generator=g, dtype=torch.int16)
     episode = Episode(torch.arange(tokens) % 5 > 0, turns=3) if sibling % 3 else None
-    rollout = Rollout(sibling, ids, log_probs, finish, spans=((0, tokens),), episode=episode, routes=routes)
+    sampled = Rollout(sibling, ids, log_probs, finish, spans=((0, tokens),), episode=episode, routes=routes)
     right = finish != "cut" and sibling % 3 == 0
-    return ScoredRollout(group, rollout, reward, right, answer=sibling + 2**40)
+    return ScoredRollout(group, sampled, reward, right, answer=sibling + 2**40)
 
 
 def exchanged(

@@ -47,18 +47,18 @@ def test_a_step_agrees_with_fp32(config, lora, offload, tmp_path):
     prompts, responses = map(tuple, rows(seed=2))
     worker.offload()
     log_probs = worker.log_probs(prompts, responses, temperature=1.0)
-    for p, r, lp in zip(prompts, responses, log_probs, strict=True):
-        logits = model(torch.cat((p, r))[None]).logits[0, len(p) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, r[:, None])[:, 0]
-        assert float((lp.cpu() - expected).abs().mean()) < (0.05 if config.recipe == "none" else 0.3)
+    for prompt, response, row_log_probs in zip(prompts, responses, log_probs, strict=True):
+        logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        assert float((row_log_probs.cpu() - expected).abs().mean()) < (0.05 if config.recipe == "none" else 0.3)
     advantages = tuple(a.expand(len(r)) for a, r in zip(torch.linspace(-1, 1, len(prompts)), responses, strict=True))
     experience = Experience(prompts, responses, tuple(log_probs), old_log_probs=None, advantages=advantages)
     before = {n: x.clone() for n, x in worker.hf_tensors()}
     for update in range(3):
         worker.offload()
-        figures = update_policy(worker, experience, [list(range(24))], AlgoConfig(), OptimConfig(lr=1e-4), 1.0, update)
-        assert figures["updates_skipped"] == 0
-        assert 0 < figures["grad_norm"] < 1e4
+        metrics = update_policy(worker, experience, [list(range(24))], AlgoConfig(), OptimConfig(lr=1e-4), 1.0, update)
+        assert metrics["updates_skipped"] == 0
+        assert 0 < metrics["grad_norm"] < 1e4
     after = dict(worker.hf_tensors())
     assert any(not torch.equal(before[n], x) for n, x in after.items())
     assert all(bool(torch.isfinite(x.float()).all()) for x in after.values())
