@@ -150,7 +150,7 @@ def test_rows_reach_their_replicas(worlds, size, parallel, mini_batch_of, overlo
         needed += receivers * (8 * len(row.token_ids) + 6 * with_routes * len(row.routes))
     assert {rank["moved"] for rank in ranks} == {needed}
     assert sum(rank["sent"] for rank in ranks) == needed
-    assert all(rank["messages"] > (2 if message_bytes < 2**28 else 0) for rank in ranks)  # 2**28: no split
+    assert all(rank["messages"] > (2 if message_bytes < 2**28 else 0) for rank in ranks)  # the small limit splits them
 
 
 def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel) -> tuple[list[Any], int, float]:

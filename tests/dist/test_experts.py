@@ -60,7 +60,7 @@ def gradients(
         dist.all_reduce(values, group=grid.groups.cp)  # zeros except for this rank's tokens
     with torch.no_grad():
         for p in worker.actor.parameters():
-            p.copy_(p.main_grad)
+            p.copy_(p.main_grad)  # so that `streamed` returns gradients
     return logits, streamed(worker), step.grad_norm
 
 

@@ -64,7 +64,7 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     sizes = [sum(len(siblings) for step, _, siblings in calls if step == 0) for _, _, calls in results]
     assert sizes == [96 // size] * size
     prompts_of_rank = [{prompt for _, prompt, _ in calls} for _, _, calls in results]
-    assert any(sum(prompt in prompts for prompts in prompts_of_rank) > 1 for prompt, _ in first)  # divided
+    assert any(sum(prompt in prompts for prompts in prompts_of_rank) > 1 for prompt, _ in first)  # on several ranks
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, PP), (4, TP)])

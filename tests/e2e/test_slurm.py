@@ -140,7 +140,7 @@ def test_a_job_whose_ranks_have_saved_is_requeued(slurm, sbatch, repository):
 
 
 def test_a_job_in_a_container(run_job, repository):
-    """Both mount the folder of the job under its own path. Here, CONTAINER_MOUNTS adds two folders for apptainer."""
+    """pyxis and apptainer mount the folder of the job under its own path. CONTAINER_MOUNTS adds two for apptainer."""
     command = f"python {repository / SCRIPT} rollout.prompts=16"
     folder = f"{repository}:{repository}"
     mounts = "/data:/data,/models:/m:ro"

@@ -92,7 +92,7 @@ def test_check_after_weight_sync_detects_a_stale_head(model, start, tmp_path, mo
     correct = start(model)
     sync_weights(worker, correct, version=0)
     gap, restarts = verify_weights(worker, Watchdog(correct, timeout_s=60.0), version=0, config=CONFIG)
-    assert (gap, restarts) == (log_prob_gap(worker, Watchdog(correct, timeout_s=60.0), 0), 0)
+    assert (gap, restarts) == (log_prob_gap(worker, Watchdog(correct, timeout_s=60.0), version=0), 0)
     assert gap.max < 1e-4
     correct.close()
 
