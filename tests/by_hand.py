@@ -15,7 +15,7 @@ from megatron_brorl.types import Prompt
 
 Group = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses and their rewards
 Slot = tuple[str, int]  # prompt id and sibling
-Factors = Mapping[Slot, tuple[float, float]]
+Factors = Mapping[Slot, tuple[float, float]]  # factor of the loss, and tokens that count in the divisor
 
 
 def responses(

@@ -69,7 +69,7 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
             values[int(pages[t // PAGE]), :, t % PAGE, :dim] = v[t].to(dtype)
         return k, v
 
-    cached = [fill(p, n - 1) for p, n in zip(order, row_lengths, strict=False)]
+    cached = [fill(p, n - 1) for p, n in zip(order, row_lengths, strict=False)]  # The step adds the last token.
     shared = [fill(p, n) for p, n in zip(order[len(row_lengths) :], prompt_lengths, strict=True)]
     qkv = rand(len(row_lengths), (heads + 2 * kv) * dim)
     weights = (rand(dim).float(), rand(dim).float())

@@ -93,7 +93,7 @@ def _split(line: str) -> list[tuple[str, ...]]:
         elif skip:
             skip = False
         elif not re.fullmatch(r"\$\w+|\.\.\.", word):
-            parts[-1].append(re.sub(r"\$\w+|^[A-Z]$", "1", word))
+            parts[-1].append(re.sub(r"\$\w+|^[A-Z]$", "1", word))  # 1 for $NAME or N
     return [tuple(words) for part in parts if (words := _bare(part))]
 
 

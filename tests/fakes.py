@@ -96,9 +96,9 @@ def draws(key: int, siblings: Sequence[int], tokens: int, stop_below: float = 0.
     A token is the stop token with probability `stop_below`, and otherwise uniform over the tokens from 3 on.
     """
     index = torch.tensor(siblings).repeat_interleave(tokens)
-    us = uniforms(torch.full_like(index, key), index, torch.arange(tokens).repeat(len(siblings)))
-    normal = 3 + ((us - stop_below) / (1 - stop_below) * (tiny.VOCAB - 3)).long()
-    return torch.where(us < stop_below, STOP, normal).view(-1, tokens).tolist()
+    numbers = uniforms(torch.full_like(index, key), index, torch.arange(tokens).repeat(len(siblings)))
+    other_tokens = 3 + ((numbers - stop_below) / (1 - stop_below) * (tiny.VOCAB - 3)).long()
+    return torch.where(numbers < stop_below, STOP, other_tokens).view(-1, tokens).tolist()
 
 
 def log_prob(token: int, version: int) -> float:
@@ -115,7 +115,7 @@ class Engine:
     nonfinite: dict[tuple[str, int], float] = field(default_factory=dict)  # last log-probs of these rollouts
     deaf: threading.Event | None = None  # A stalled call ends at this event. None: it ends when it is cancelled.
     room: int = 4  # rows that the engine requests from a supply at a time
-    takes: int = 10**6  # how often a call asks its supply for requests at most
+    takes: int = 10**6  # how often, at most, a call asks its supply for requests
     version: int = -1
     calls: list[list[Request]] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)  # names of the methods that were called, in order

@@ -60,13 +60,11 @@ def command_line(
 
     # Rank 0 inherits the listening socket, so that no other process can use the port before it does.
     with listen_on_free_port() as listener:
-        environments = rank_environments(listener, size)
-        return _complete(
-            [
-                (main, words, {**environment, **environments[rank]}, cwd, None if rank else listener)
-                for rank in range(size)
-            ]
-        )
+        jobs = [
+            (main, words, {**environment, **variables}, cwd, None if rank else listener)
+            for rank, variables in enumerate(rank_environments(listener, size))
+        ]
+        return _complete(jobs)
 
 
 def script(path: Path, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -100,14 +98,12 @@ class Module:
 
     def poll(self) -> int | None:
         """Return the exit code (a signal as a negative number), or None while the process runs."""
-        code: int | None = self._process.exitcode
-        return code
+        return self._process.exitcode
 
     def wait(self) -> int:
         """Wait for the end of the process, and return its exit code."""
         self._process.join()
-        code: int = self._process.exitcode
-        return code
+        return self._process.exitcode
 
 
 def listen_on_free_port() -> socket.socket:
@@ -117,9 +113,9 @@ def listen_on_free_port() -> socket.socket:
 
 def rank_environments(listener: socket.socket, size: int) -> list[dict[str, str]]:
     """Return the environment of each of `size` ranks that connect to the listener; rank 0 calls `adopt_listener`."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    return [{**place, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return [{**address, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def adopt_listener(listener: socket.socket | None) -> None:
@@ -154,22 +150,22 @@ def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
     """Return the exit code of the first process that fails, or 0; a signal is a negative number."""
     code = 0
     deadline = time.monotonic() + seconds
-    left = list(processes)
+    running = list(processes)
     try:
-        while left:
-            ended = connection.wait([p.sentinel for p in left], max(0.0, deadline - time.monotonic()))
+        while running:
+            ended = connection.wait([p.sentinel for p in running], max(0.0, deadline - time.monotonic()))
             if not ended and code:
                 break
             if not ended:
-                raise TimeoutError(f"{len(left)} of {len(processes)} processes still run")
-            for process in [p for p in left if p.sentinel in ended]:
+                raise TimeoutError(f"{len(running)} of {len(processes)} processes still run")
+            for process in [p for p in running if p.sentinel in ended]:
                 process.join()
-                left.remove(process)
+                running.remove(process)
                 if process.exitcode and not code:
                     code = process.exitcode
                     deadline = min(deadline, time.monotonic() + GRACE_S)
     finally:
-        for process in left:
+        for process in running:
             process.kill()
             process.join()
     return code

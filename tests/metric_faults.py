@@ -22,7 +22,7 @@ def of_summary(summary: Mapping[str, Any]) -> list[str]:
 def _faults(metrics: Mapping[str, Any], file: str) -> list[str]:
     faults = []
     for name, value in metrics.items():
-        entry = find(name, file)
+        entry = find(name, file)  # a section and the documentation
         unit = entry[1].unit if entry else ""
         if not entry:
             faults.append(f"{name}: not in metric_docs.json")

@@ -121,11 +121,8 @@ def test_package_inits_are_empty():
 
 
 def test_files_are_small():
-    sources = [
-        p
-        for d in ("megatron_brorl", "csrc", "tools", "benchmarks", "tests", "examples")
-        for p in (ROOT / d).rglob("*.*")
-    ]
+    folders = ("megatron_brorl", "csrc", "tools", "benchmarks", "tests", "examples")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     for path in sources:
         if path.suffix in (".py", ".cpp", ".cu", ".h", ".sh"):
             assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, path

@@ -89,7 +89,7 @@ def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: flo
         }
     )
     if family in ("qwen2", "qwen2_moe"):
-        del config.head_dim
+        del config.head_dim  # not a key of these families
     torch.manual_seed(seed)
     model = kind.model(config).eval()
     with torch.no_grad():

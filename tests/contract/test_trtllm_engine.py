@@ -45,7 +45,7 @@ def test_generate_sleep_and_weight_sync(model, start):
         assert rollout.finish == ("stop" if rollout.token_ids[-1] == 2 else "length")
         assert rollout.spans == ((3, len(rollout.token_ids)),)
         torch.testing.assert_close(rollout.log_probs, model.log_probs(rollout), atol=2e-5, rtol=0)
-    assert {r.finish for r in draw(engine, 200)} == {"stop", "length"}
+    assert {r.finish for r in draw(engine, n=200)} == {"stop", "length"}
     engine.sleep()
     engine.wake()
     with pytest.raises(RuntimeError, match="no weights"):
@@ -53,7 +53,7 @@ def test_generate_sleep_and_weight_sync(model, start):
     engine.update_weights(model.stream(), version=3)
     assert same(draw(engine), first)
     assert [path.name for path in engine.folder.glob("weights_*")] == ["weights_0"]  # overwritten
-    engine.update_weights(model.stream(0.5), version=4)
+    engine.update_weights(model.stream(scale=0.5), version=4)
     other = draw(engine)
     assert {version for r in other for version, _ in r.spans} == {4}
     assert not same(other, first)
@@ -68,13 +68,13 @@ def test_log_probs_are_of_the_sampling_distribution(model, start):
     engine.update_weights(model.stream(), version=0)
     warm, nucleus = replace(SAMPLING, temperature=0.7), replace(SAMPLING, temperature=0.6, top_p=0.95)
     for sampling in (warm, replace(warm, top_k=5, top_p=0.8), nucleus):
-        for rollout in draw(engine, 8, sampling=sampling):
+        for rollout in draw(engine, n=8, sampling=sampling):
             expected = sampling_log_probs(model.logits(rollout), sampling.temperature, sampling.top_p, sampling.top_k)
             expected = expected.gather(-1, rollout.token_ids[:, None])[:, 0]
             torch.testing.assert_close(rollout.log_probs, expected, atol=5e-5, rtol=0)
     unasked = draw(engine, sampling=replace(nucleus, log_probs=False))
     assert all(bool(r.log_probs.isnan().all()) for r in unasked)
-    greedy = draw(engine, 3, sampling=replace(SAMPLING, temperature=0.0))
+    greedy = draw(engine, n=3, sampling=replace(SAMPLING, temperature=0.0))
     assert len({tuple(r.token_ids.tolist()) for r in greedy}) == 1
 
 
@@ -104,8 +104,8 @@ def test_results_after_a_kill_equal_undisturbed_ones(model, start, monkeypatch, 
     """Kill the engine after nine rollouts, before loading weights, and between loading and finishing."""
     undisturbed = start()
     undisturbed.update_weights(model.stream(), version=0)
-    undisturbed.update_weights(model.stream(0.9), version=1)
-    expected = draw(undisturbed, 40)
+    undisturbed.update_weights(model.stream(scale=0.9), version=1)
+    expected = draw(undisturbed, n=40)
     flag = tmp_path / "died"
     for point in ("row:9", "load:1", "finish:1"):
         monkeypatch.setenv("BRORL_DOUBLE_DIE", f"{point}:{flag}")
@@ -113,9 +113,9 @@ def test_results_after_a_kill_equal_undisturbed_ones(model, start, monkeypatch, 
         engine = start()
         engine.update_weights(model.stream(), version=0)
         flag.unlink()
-        engine.update_weights(model.stream(0.9), version=1)
+        engine.update_weights(model.stream(scale=0.9), version=1)
         assert engine.version == 1
-        assert same(draw(engine, 40), expected)
+        assert same(draw(engine, n=40), expected)
         assert flag.exists()
         assert "ended (SIGKILL)" in capfd.readouterr().err
         assert {path.name for path in engine.folder.glob("weights_*")} == {"weights_0", "weights_1"}
@@ -171,7 +171,7 @@ def test_two_ranks_share_an_engine(model, start):
             if version:
                 os.kill(leader.supervisor.pid, signal.SIGKILL)
             siblings = [rollout for half in halves for rollout in half.result(120)]
-        assert same(draw(leader, 20), siblings)
+        assert same(draw(leader, n=20), siblings)
         assert len({tuple(r.token_ids.tolist()) for r in siblings if len(r.token_ids) == 12}) > 3
 
 
@@ -235,7 +235,7 @@ def test_faulty_update_leaves_the_engine_unchanged(model, start):
     damaged[3] = ChecksummedTensor(name, tensor.clone().fill_(1.0), damaged[3].checksum)
     for pairs in (missing, damaged):
         with pytest.raises(UpdateRefused):
-            engine.update_weights(pairs, 1)
+            engine.update_weights(pairs, version=1)
         assert engine.version == 0
         assert same(draw(engine), before)
         assert engine.supervisor.pid == pid
@@ -248,7 +248,7 @@ def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
     engine.update_weights(model.stream(), version=0)
     damage_staged_weights(engine)
     with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
-        engine.update_weights(model.stream(0.5), version=1)
+        engine.update_weights(model.stream(scale=0.5), version=1)
     with pytest.raises(UserError, match="gave up"):
         draw(engine)
 

@@ -27,7 +27,7 @@ def worlds() -> Iterator[Callable[[int], World]]:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with tied embeddings, which tests do not change."""
     path = tmp_path_factory.mktemp("model")
-    tiny.make_model(path, "qwen2", True)
+    tiny.make_model(path, "qwen2", tied=True)
     return str(path)
 
 
@@ -35,5 +35,5 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny mixture of experts, which tests do not change."""
     path = tmp_path_factory.mktemp("experts")
-    tiny.make_model(path, "qwen3_moe", False)
+    tiny.make_model(path, "qwen3_moe", tied=False)
     return str(path)

@@ -35,7 +35,7 @@ PROMPT_OF_ROW = [0] * 9 + [1] * 3 + [2] * 11 + [3]  # the prompt index of each o
 
 
 def rows(seed: int, count: int = 24) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return prompt and response of each row. Four prompts have 9, 3, 11 and 1 of 24 rows; the first has one token."""
+    """Return prompt and response of each row. Four prompts have 9, 3, 11 and 1 of 24 rows; row 0 has one token."""
     g = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (5, 9, 2, 6)]
     lengths = [1, *torch.randint(1, 20, (count - 1,), generator=g).tolist()]
@@ -53,7 +53,7 @@ _GRIDS: dict[str, tuple[grids.Grid, dict[str, Any]]] = {}
 
 
 def grid_of(**parallel: Any) -> grids.Grid:
-    """Return the grid of a layout, which is built once."""
+    """Return the grid of a layout, built once, and make it the one in Megatron's global variables."""
     key = repr(sorted(parallel.items()))
     if key not in _GRIDS:
         grid = grids.build(ParallelConfig(**parallel))
@@ -125,31 +125,31 @@ def train_steps(
     g = torch.Generator().manual_seed(3)
     noise = [0.3 * torch.randn(len(r), generator=g) for r in responses]
     advantages = torch.randn(len(responses), generator=g)
-    base = torch.full((), -4.0)
     own_rows = share(range(len(prompts)), worker.grid)
     experience = Experience(
         prompts=tuple(prompts),
         responses=tuple(responses),
-        rollout_log_probs=tuple(base + 0.5 * n for n in noise),
-        old_log_probs=tuple(base + n for n in noise),
+        rollout_log_probs=tuple(-4.0 + 0.5 * n for n in noise),
+        old_log_probs=tuple(-4.0 + n for n in noise),
         advantages=tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)),
     ).select(own_rows)
     algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
     metrics = []
+    one_batch = [list(range(len(experience)))]
     for update in range(2):
-        worker.offload()
+        worker.offload()  # moves the weights only with the option offload
         assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
-        metrics.append(update_policy(worker, experience, [list(range(len(experience)))], algo, optim, 0.9, update))
+        metrics.append(update_policy(worker, experience, one_batch, algo, optim, temperature=0.9, first_update=update))
     return metrics, streamed(worker)
 
 
 def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
     """Return the pipeline stage, and the bytes of weights, gradients and optimizer after a step."""
     worker = make_worker(directory, parallel, OptimConfig(), **options)
-    prompts, responses = rows(2)
+    prompts, responses = map(tuple, rows(2))
     zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
-    experience = Experience(tuple(prompts), tuple(responses), zeros, old_log_probs=None, advantages=ones)
-    update_policy(worker, experience, [list(range(len(prompts)))], AlgoConfig(), OptimConfig(), 1.0, first_update=0)
+    experience = Experience(prompts, responses, rollout_log_probs=zeros, old_log_probs=None, advantages=ones)
+    update_policy(worker, experience, [list(range(24))], AlgoConfig(), OptimConfig(), temperature=1.0, first_update=0)
     tensors = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel() > 1}
     return worker.grid.pp_rank, sum(s.nbytes() for s in storages.values())
@@ -166,13 +166,13 @@ def engine_gaps(_rank: int, directory: str, parallel: dict[str, Any], dtype: tor
     shape = worker.shape
     engine = TorchEngine(shape, hf_shapes(shape), CPU, dtype, max_rows=100, sample=sample_tokens, ops=FusedDecode())
     engine.update_weights(worker.hf_tensors(), version=0)
-    prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
+    prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(seed=4, count=4)[0])]
     sampling = Sampling(temperature=0.9, top_p=1, top_k=0, max_tokens=24, stop_ids=(2,), routes=replay)
     groups = engine.generate([Request(p, key=11 + i, n=16) for i, p in enumerate(prompts)], sampling)
     prompt_ids = [torch.tensor(p.token_ids) for p, g in zip(prompts, groups, strict=True) for _rollout in g]
     rollouts = [r for g in groups for r in g]
     routes = [r.routes for r in rollouts] if replay else None
-    actual = worker.log_probs(prompt_ids, [r.token_ids for r in rollouts], 0.9, routes)
+    actual = worker.log_probs(prompt_ids, [r.token_ids for r in rollouts], sampling.temperature, routes)
     return torch.cat([(a - r.log_probs).abs() for a, r in zip(actual, rollouts, strict=True)])
 
 
@@ -180,11 +180,11 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     """Take two updates in bfloat16 with float32 masters; return metrics and the dtypes of the weights."""
     optim = OptimConfig(lr=1e-3)
     worker = make_worker(directory, {}, optim, tokens=200, dtype=torch.bfloat16)
-    prompts, responses = rows(2)
-    lp = worker.log_probs(prompts, responses, 1.0)
+    prompts, responses = map(tuple, rows(2))
+    log_probs = worker.log_probs(prompts, responses, temperature=1.0)
     advantages = torch.linspace(-1, 1, len(prompts))
     per_token = tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True))
-    experience = Experience(tuple(prompts), tuple(responses), tuple(lp), old_log_probs=None, advantages=per_token)
+    experience = Experience(prompts, responses, tuple(log_probs), old_log_probs=None, advantages=per_token)
     metrics = [update_policy(worker, experience, [list(range(24))], AlgoConfig(), optim, 1.0, i) for i in range(2)]
     return metrics, {p.dtype for p in worker.actor.parameters()}
 

@@ -89,7 +89,7 @@ def train_with_reference(
 
     def update(number: int) -> None:
         update_policy(
-            worker, experience, [list(range(len(experience.prompts)))], AlgoConfig(), optim, TEMPERATURE, number
+            worker, experience, [list(range(len(experience)))], AlgoConfig(), optim, TEMPERATURE, first_update=number
         )
 
     log_probs = {"base": worker.log_probs(*inputs)}

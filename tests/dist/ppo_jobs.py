@@ -36,8 +36,8 @@ ALGO = AlgoConfig(
 )
 # Without a critic: ratios, the mismatch and the aggregation are those of sequences, and the KL is in the reward.
 GRPO = replace(ALGO, advantage="grpo", gamma=1.0, lam=1.0, kl_in="reward", kl_estimator="k1", distill_coef=0.1)
-SEQUENCES = replace(GRPO, ratio="sequence", eps_low=0.01, eps_high=0.01, aggregation="sequence_mean")
-SEQUENCES = replace(SEQUENCES, mismatch_mask="sequence")
+_OF_SEQUENCES = {"ratio": "sequence", "mismatch_mask": "sequence", "aggregation": "sequence_mean"}
+SEQUENCES = replace(GRPO, eps_low=0.01, eps_high=0.01, **_OF_SEQUENCES)
 STEPS = 2
 CLIP = 0.05  # critic.clip
 TEMPERATURE = 0.9
@@ -62,8 +62,8 @@ def turns(responses: list[torch.Tensor]) -> list[torch.Tensor]:
 def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], list[TrainingRollout], torch.Tensor]:
     """Return the groups of a step, its rollouts, and their rewards as advantages [groups, N]."""
     prompts, responses, log_probs, rewards = batch(step)
-    prompt_ids = [prompts[PROMPT_OF_ROW.index(g)].tolist() for g in range(4)]
-    groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "exact"), step, i) for i, p in enumerate(prompt_ids)]
+    prompt_ids = [tuple(prompts[PROMPT_OF_ROW.index(g)].tolist()) for g in range(4)]
+    groups = [PromptGroup(Prompt(str(i), "", p, None, "exact"), round=step, index=i) for i, p in enumerate(prompt_ids)]
     rollouts = []
     advantages = torch.zeros(4, 11)
     for i, (group, sampled) in enumerate(zip(PROMPT_OF_ROW, turns(responses), strict=True)):
@@ -89,10 +89,10 @@ def ppo(
     models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()), teacher)
     metrics = []
     for step in range(STEPS):
-        groups, all_rows, advantages = scored(step, environment)
-        own_rows = share(all_rows, worker.grid)
+        groups, rollouts, advantages = scored(step, environment)
+        own_rows = share(rollouts, worker.grid)
         experience, step_metrics = make_experience(own_rows, groups, advantages, models, algo, TEMPERATURE)
-        batches = mini_batches(experience.slots, [0, 1, 2, 3], algo.mini_batches, "siblings") * algo.epochs
+        batches = mini_batches(experience.slots, range(4), algo.mini_batches, of="siblings") * algo.epochs
         if critic:
             step_metrics |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, first_update=4 * step)
         step_metrics |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, first_update=4 * step)

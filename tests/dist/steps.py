@@ -121,7 +121,7 @@ def make_trainer(
     rollouts = RolloutRunner(
         watchdog, pool, tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
     )
-    held_out = fakes.prompts(5, 1000)
+    held_out = fakes.prompts(5, first=1000)
     reference = ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None
     models = TrainingModels(worker, _critic(directory, grid, config), reference)
     return Trainer(config, grid, models, rollouts, fakes.Source(batch), held_out, (fakes.STOP,), started=0.0)
@@ -262,9 +262,9 @@ def draw(
     shape = worker.shape
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample=sample)
     engine.update_weights(worker.hf_tensors(), version=0)
-    groups = [PromptGroup(fakes.prompts(1, i)[0], round=7, index=place) for place, i in enumerate(prompt_numbers)]
-    slots = deal(list(product(range(len(groups)), range(n))), [0] * worker.grid.world_size)[worker.grid.rank]
-    step_requests, numbers = requests(slots, groups, {}, seed=1)
+    groups = [PromptGroup(fakes.prompts(1, first=i)[0], round=7, index=place) for place, i in enumerate(prompt_numbers)]
+    slots = deal(list(product(range(len(groups)), range(n))), loads=[0] * worker.grid.world_size)[worker.grid.rank]
+    step_requests, numbers = requests(slots, groups, begun={}, seed=1)
     result = Watchdog(engine, timeout_s=300.0).generate(
         step_requests, Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=24, stop_ids=(2, 5, 7, 11))
     )

@@ -79,8 +79,9 @@ def step(
     own_rollouts = scored()[rank :: grid.world_size]
     outcomes = select_groups(gather_outcomes(own_rollouts, GROUPS, N))
     groups = [PromptGroup(Prompt(str(i), "", (1, 2), None, "none"), round=0, index=i) for i in range(GROUPS)]
+    prompt_tokens = [2] * GROUPS
     subset = choose_subset(outcomes, algo)
-    replica, _ = assign_replicas(outcomes, subset, [2] * GROUPS, algo, cost_model(worker), grid.dp_size)
+    replica, _ = assign_replicas(outcomes, subset, prompt_tokens, algo, cost_model(worker), grid.dp_size)
     received, _ = send_to_replicas(own_rollouts, outcomes, replica, grid)
     models = TrainingModels(worker)
     experience, metrics = make_experience(received, groups, outcomes.rewards, models, algo, temperature=1.0)
@@ -91,7 +92,7 @@ def step(
 
 def loop(directory, algo):
     """Return the model directory, the mean metrics of both mini-batches, and the weights after them."""
-    actor = tiny.make_model(directory, "qwen2", True).double()
+    actor = tiny.make_model(directory, "qwen2", tied=True).double()
     adam = optimizer(actor, OPTIM)
 
     def log_probs(rollout):
@@ -112,9 +113,9 @@ def loop(directory, algo):
         lengths = [int(rows[i].rollout.episode.sampled.sum()) for i in members]
         loss = torch.zeros(()).double()
         for i, length in zip(members, lengths, strict=True):
-            r = rows[i].rollout
-            current = log_probs(r)
-            engine = r.log_probs[r.episode.sampled].double()
+            rollout = rows[i].rollout
+            current = log_probs(rollout)
+            engine = rollout.log_probs[rollout.episode.sampled].double()
             ratio = (current - old[i]).exp()
             advantage = rows[i].reward
             weight = (old[i] - engine).exp().clamp(max=algo.is_cap)

@@ -34,7 +34,7 @@ PARTIAL = VARIANTS["partial"] | FEW_ROLLOUTS | {"rollout": FEW_ROLLOUTS["rollout
 # The checkpoint also has the adapters of a reference policy.
 LORA = FEW_ROLLOUTS | {"lora": {"rank": 3, "alpha": 12.0}, "algo": {"kl_coef": 0.05}, "reference": {"reset_every": 1}}
 LORA_CRITIC = LORA | DISTRIBUTED_OPTIMIZER | {"algo": {"kl_coef": 0.05, "advantage": "gae"}}
-# Family, layout, settings, and layouts of runs that continue from the checkpoint.
+# Family, ranks, layout, settings, and ranks and layouts of runs that continue from the checkpoint.
 RESUMED = [
     ("qwen2", 1, {}, PARTIAL, [(2, {})]),
     ("qwen2", 4, PP, PARTIAL, [(2, {})]),
@@ -62,7 +62,7 @@ RESUMED = [
 def both_ways(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], root: str
 ) -> tuple[list[dict[str, float]], list[str], bool]:
-    """Take two steps, save both checkpoints, and take two more steps.
+    """Take two steps, save a checkpoint at once and one in the background, and take two more steps.
 
     Return metrics, the files of the second checkpoint during the third step, and whether it was unfinished then."""
     trainer = trainer_of(directory, parallel, changes)

@@ -20,7 +20,7 @@ from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.update import ActorLoss
 from megatron_brorl.types import Prompt, PromptGroup, TrainingRollout
 
-# Layout, source of log pi, and the difference between the vocabularies of teacher and student.
+# Ranks, layout, source of log pi, and the difference between the vocabularies of teacher and student.
 CASES = [
     (1, {}, "actor", 8),
     (2, TP, "rollout", -1),
@@ -32,8 +32,8 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8, "h
 
 def make_models(folder, vocab, teacher_vocab):
     """Return the directories of a student and of a teacher of another family and shape, and both models in float64."""
-    student = tiny.make_model(folder / "student", "qwen2", True, vocab_size=vocab)
-    teacher = tiny.make_model(folder / "teacher", "llama", False, 1, vocab_size=teacher_vocab, **SIZES)
+    student = tiny.make_model(folder / "student", "qwen2", tied=True, vocab_size=vocab)
+    teacher = tiny.make_model(folder / "teacher", "llama", tied=False, seed=1, vocab_size=teacher_vocab, **SIZES)
     return [str(folder / "student"), str(folder / "teacher")], student.double(), teacher.double()
 
 
@@ -45,7 +45,7 @@ def advantages(
     models = TrainingModels(actor, teacher=teacher)
     models.offload()
     assert not any(p.untyped_storage().nbytes() for p in teacher.actor.parameters())
-    groups, rollouts, table = scored(0)
+    groups, rollouts, table = scored(step=0)
     experience, metrics = make_experience(share(rollouts, actor.grid), groups, table, models, algo, TEMPERATURE)
     return dict(zip(experience.ids, experience.advantages, strict=True)), metrics
 
@@ -54,7 +54,8 @@ def advantages(
 def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, source, extra_ids):
     """Rows with an id that the teacher does not know are left out."""
     folders, student, teacher = make_models(tmp_path, tiny.VOCAB, tiny.VOCAB + extra_ids)
-    groups, rollouts, rewards = scored(0)
+    groups, rollouts, rewards = scored(step=0)
+    algo = AlgoConfig(distill_coef=0.3, old_log_probs=source)
     expected = {}
     gaps = []
     for row in rollouts:
@@ -63,11 +64,10 @@ def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, source,
             continue
         student_log_probs = log_probs(student, prompt, ids) if source == "actor" else row.log_probs
         gaps.append((student_log_probs - log_probs(teacher, prompt, ids)).detach())
-        base = rewards[row.group, row.index]
-        expected[f"{row.group}/{row.index}"] = base - 0.3 * gaps[-1]
-    assert (len(expected) == 24) == (extra_ids > 0)
+        reward = rewards[row.group, row.index]
+        expected[f"{row.group}/{row.index}"] = reward - algo.distill_coef * gaps[-1]
+    assert (len(expected) == 24) == (extra_ids > 0)  # all rows, if the teacher knows all ids
 
-    algo = AlgoConfig(distill_coef=0.3, old_log_probs=source)
     results = worlds(size).run("test_distillation:advantages", folders, parallel, algo)
     assert set().union(*(advantages for advantages, _ in results)) == expected.keys()
     for advantages, metrics in results:

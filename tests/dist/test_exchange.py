@@ -43,9 +43,9 @@ def rollout(group: int, sibling: int) -> ScoredRollout:
     ids = torch.randint(0, 2**30, (tokens,), generator=g)
     routes = torch.randint(0, 300, (PROMPT_TOKENS[group] + tokens - 1, 3, 1), generator=g, dtype=torch.int16)
     episode = Episode(torch.arange(tokens) % 5 > 0, turns=3) if sibling % 3 else None
-    rollout = Rollout(sibling, ids, log_probs, finish, spans=((0, tokens),), episode=episode, routes=routes)
+    sampled = Rollout(sibling, ids, log_probs, finish, spans=((0, tokens),), episode=episode, routes=routes)
     right = finish != "cut" and sibling % 3 == 0
-    return ScoredRollout(group, rollout, reward, right, answer=sibling + 2**40)
+    return ScoredRollout(group, sampled, reward, right, answer=sibling + 2**40)
 
 
 def exchanged(
@@ -111,14 +111,14 @@ def test_rows_reach_their_replicas(worlds, size, parallel, mini_batch_of, overlo
         for a, b in zip(rank["rows"], replicas[rank["replica"]], strict=True):
             assert (a.group, a.index) == (b.group, b.index)
         for row in rank["rows"]:
-            sent = rollout(row.group, row.index)
-            assert torch.equal(row.token_ids, sent.rollout.token_ids)
-            assert torch.equal(row.log_probs, sent.rollout.log_probs.view(torch.int32))
-            masks = [row.sampled, getattr(sent.rollout.episode, "sampled", None)]
+            original = rollout(row.group, row.index)
+            assert torch.equal(row.token_ids, original.rollout.token_ids)
+            assert torch.equal(row.log_probs, original.rollout.log_probs.view(torch.int32))
+            masks = [row.sampled, getattr(original.rollout.episode, "sampled", None)]
             assert masks == [None, None] or torch.equal(*masks)
-            assert row.right == sent.right
+            assert row.right == original.right
             if with_routes:
-                assert torch.equal(row.routes, sent.rollout.routes)
+                assert torch.equal(row.routes, original.rollout.routes)
             else:
                 assert row.routes is None
             replica_of[row.group, row.index] = rank["replica"]
@@ -150,7 +150,7 @@ def test_rows_reach_their_replicas(worlds, size, parallel, mini_batch_of, overlo
         needed += receivers * (8 * len(row.token_ids) + 6 * with_routes * len(row.routes))
     assert {rank["moved"] for rank in ranks} == {needed}
     assert sum(rank["sent"] for rank in ranks) == needed
-    assert all(rank["messages"] > (2 if message_bytes < 2**28 else 0) for rank in ranks)
+    assert all(rank["messages"] > (2 if message_bytes < 2**28 else 0) for rank in ranks)  # the small limit splits them
 
 
 def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel) -> tuple[list[Any], int, float]:
@@ -175,9 +175,8 @@ def test_the_balance_of_two_optimizer_steps():
     tokens = torch.tensor([[100, 10, 10], [40, 40, 40]])
     zeros = torch.zeros_like(tokens)
     state = torch.full_like(tokens, STOP)
-    outcomes = Outcomes(
-        state, zeros.float(), zeros.bool(), tokens, tokens, zeros, zeros, zeros, closed=[0, 1], kept=[0, 1]
-    )
+    tables = {"tokens": tokens, "sampled": tokens, "repeats": zeros, "answers": zeros, "holder": zeros}
+    outcomes = Outcomes(state, rewards=zeros.float(), right=zeros.bool(), **tables, closed=[0, 1], kept=[0, 1])
     algo = AlgoConfig(mini_batches=2)
     subset = choose_subset(outcomes, algo)
     costs = CostModel(pair=0.0, limit=1024, share=False)

@@ -43,24 +43,24 @@ def gradients(
     prompts, responses = rows(1)
     grid = worker.grid
     ends = [0, *[first] * (grid.dp_size - 1), len(prompts)]
-    own = range(ends[grid.dp_rank], ends[grid.dp_rank + 1])
+    own_rows = range(ends[grid.dp_rank], ends[grid.dp_rank + 1])
     logits: dict[int, Tensor] = {}
 
     def loss(batch: Packed, head: Any) -> tuple[Tensor, None]:
         rows_of_batch = batch.split(head.logits(torch.arange(len(head.hidden))).detach())
-        logits.update((own[row], values) for row, values in rows_of_batch)
+        logits.update((own_rows[row], values) for row, values in rows_of_batch)
         return -head.log_probs()[0].sum() / sum(map(len, responses)), None
 
-    own_routes = routes and [routes[i] for i in own]
+    own_routes = routes and [routes[i] for i in own_rows]
     head = worker.head(temperature=1.0)
     step, _ = worker.train(
-        [prompts[i] for i in own], [responses[i] for i in own], loss, head, lr=0.0, routes=own_routes
+        [prompts[i] for i in own_rows], [responses[i] for i in own_rows], loss, head, lr=0.0, routes=own_routes
     )
     for values in logits.values():
         dist.all_reduce(values, group=grid.groups.cp)  # zeros except for this rank's tokens
     with torch.no_grad():
         for p in worker.actor.parameters():
-            p.copy_(p.main_grad)
+            p.copy_(p.main_grad)  # so that `streamed` returns gradients
     return logits, streamed(worker), step.grad_norm
 
 
@@ -124,7 +124,7 @@ def choose(gate, experts, hidden):
     return logits, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, experts
 
 
-# Layout, options, kind of the model, and whether the experts are given.
+# Ranks, layout, options, kind of the model, and whether the experts are given.
 GRADIENTS = [
     (1, {}, {}, NORMALIZED, False),
     (1, {}, REFERENCE | {"tokens": 60}, UNNORMALIZED, False),
@@ -155,8 +155,8 @@ def test_logits_and_gradients_equal_transformers(worlds, models, expected, size,
         for row, values in logits.items():
             exact = expected_logits[row]
             torch.testing.assert_close(values, exact, atol=1e-4, rtol=0)
-            log_probs, exact = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, exact))
-            torch.testing.assert_close(log_probs, exact, atol=1e-5, rtol=0)  # about 20 units in the last place
+            log_probs = [x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, exact)]
+            torch.testing.assert_close(*log_probs, atol=1e-5, rtol=0)  # about 20 units in the last place
         torch.testing.assert_close(gradients, expected_gradients, atol=5e-6, rtol=0)
         compared |= logits.keys()
     assert compared == set(range(len(expected_logits)))
@@ -191,10 +191,10 @@ def single(worlds, models):
     options = {"tokens": 100_000} | REFERENCE | WHOLE
     before = tiny.weights(models[NORMALIZED])
     results = []
-    for trained, fixed in (({}, "never"), (FROZEN, r"\.mlp\.gate\."), (LORA, r"(?<!q_proj|o_proj)\.weight$")):
+    for trained, fixed_names in (({}, "none"), (FROZEN, r"\.mlp\.gate\."), (LORA, r"(?<!q_proj|o_proj)\.weight$")):
         result = worlds(1).run("jobs:train_steps", models[NORMALIZED], {}, options | trained)[0]
         unchanged = {name for name, x in result[1].items() if torch.equal(x, before[name])}
-        assert unchanged == set(filter(re.compile(fixed).search, before))
+        assert unchanged == set(filter(re.compile(fixed_names).search, before))
         results.append((trained, result))
     return results
 

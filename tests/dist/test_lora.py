@@ -57,9 +57,9 @@ def loop(model: Any, lora: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any
     """Return random adapters, and log-probs, last logits, gradients and merged weights by PEFT."""
     config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
     model = get_peft_model(model.double(), config)
-    named = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
+    parameters = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
     torch.manual_seed(1)
-    for p in named.values():
+    for p in parameters.values():
         p.data.normal_(std=0.2)
 
     expected = defaultdict(list)
@@ -76,8 +76,8 @@ def loop(model: Any, lora: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any
         (-advantage * log_probs.sum() / tokens).backward()
         expected["log_probs"].append(log_probs.detach())
         expected["logits"].append(logits[-1].detach())
-    adapters = {name: p.detach().clone() for name, p in named.items()}
-    gradients = {name: p.grad for name, p in named.items()}
+    adapters = {name: p.detach().clone() for name, p in parameters.items()}
+    gradients = {name: p.grad for name, p in parameters.items()}
     return adapters, {**expected, "gradients": gradients, "merged": model.merge_and_unload().state_dict()}
 
 

@@ -12,7 +12,7 @@ from megatron_brorl.families.shape import read_shape
 
 TP_EP = {"tensor": 2, "sequence": True, "expert": 2}
 FP32, BF16 = torch.float32, torch.bfloat16
-# Layout, type of the weights, distributed optimizer, family, tied head, rank of adapters.
+# Ranks, layout, type of the weights, distributed optimizer, family, tied head, rank of adapters.
 CASES = [
     (1, {}, FP32, False, "qwen2", False, 0),
     (1, {}, BF16, False, "qwen2", True, 8),
@@ -27,14 +27,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("size", "parallel", "dtype", "zero", "family", "tied", "rank"), CASES)
-def test_bytes_are_those_of_the_tensors(worlds, tmp_path, size, parallel, dtype, zero, family, tied, rank):
+@pytest.mark.parametrize(("size", "parallel", "dtype", "distributed", "family", "tied", "rank"), CASES)
+def test_bytes_are_those_of_the_tensors(worlds, tmp_path, size, parallel, dtype, distributed, family, tied, rank):
     tiny.make_model(tmp_path, family, tied)
     shape = read_shape(tmp_path)
     lora = LoraConfig(rank=rank) if rank else None
-    options = {"dtype": dtype, "lora": lora, "distributed_optimizer": zero}
+    options = {"dtype": dtype, "lora": lora, "distributed_optimizer": distributed}
     for stage, measured in worlds(size).run("jobs:training_bytes", str(tmp_path), parallel, options):
         tensor, pipeline, expert = (parallel.get(name, 1) for name in ("tensor", "pipeline", "expert"))
-        shards = (size // (tensor * pipeline), size // (pipeline * expert)) if zero else (1, 1)
-        parts = memory_plan.training_parts(shape, stage, tensor, pipeline, dtype, expert, *shards, lora=lora)
+        shards = size // (tensor * pipeline) if distributed else 1
+        expert_shards = size // (pipeline * expert) if distributed else 1
+        parts = memory_plan.training_parts(shape, stage, tensor, pipeline, dtype, expert, shards, expert_shards, lora)
         assert measured == pytest.approx(sum(parts.values()), rel=0.01)

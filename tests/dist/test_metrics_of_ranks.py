@@ -30,10 +30,10 @@ def test_two_ranks(worlds, tmp_path):
     assert lines == ["rank 0", "rank 1" * 4]
     assert metrics["ranks/generate_slowest"] == 3.0
     assert metrics["ranks/generate_fastest"] == 1.0
-    assert metrics["ranks/idle"] == (3.0 - 2.0) / 10.0
+    assert metrics["ranks/idle"] == (3.0 - 2.0) / 10.0  # slowest - mean, per step time
     assert metrics["throughput/tokens_per_s"] == 200 / 10 / 2  # per rank
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-    assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events] == [
+    assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events] == [  # in us; origin of rank 1: -1 s
         (0, "round", 0.0, 5e6),
         (0, "generate", 0.0, 1e6),
         (1, "round", 1e6, 5e6),

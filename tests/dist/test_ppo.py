@@ -101,11 +101,11 @@ def loop(directory, case):
             base = [log_probs(reference, *row) for row in rows]
             old_values = [values(critic, *row) * (algo.advantage == "gae") for row in rows]
         kl = [o - b for o, b in zip(old, base, strict=True)]
-        raw = []
-        for reward, x, row_kl in zip(rewards, old_values, kl, strict=True):
-            token_rewards = -algo.kl_coef * row_kl if algo.kl_in == "reward" else torch.zeros_like(x)
+        raw = []  # advantages before whitening
+        for reward, row_values, row_kl in zip(rewards, old_values, kl, strict=True):
+            token_rewards = -algo.kl_coef * row_kl if algo.kl_in == "reward" else torch.zeros_like(row_values)
             token_rewards[-1:] += reward
-            raw.append(generalised(token_rewards, x, algo))
+            raw.append(generalised(token_rewards, row_values, algo))
         returns = [a + x for a, x in zip(raw, old_values, strict=True)]
         flat = torch.cat(raw)
         mean, std = (flat.mean(), flat.std(correction=0)) if algo.advantage == "gae" else (0.0, 1.0)

@@ -156,7 +156,7 @@ def rewards_of(prompt, stream, n=16):
 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (4, {"tensor": 2})])
 def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
-    """Three siblings of two prompts often agree, so prompts are refilled until two are kept, at most three times.
+    """The three siblings of a prompt often agree, so rounds follow until two groups are kept, at most three rounds.
 
     The learning rate counts the rollouts of the kept groups."""
     changes = {"rollout": {"prompts": 2, "n": 3, "refills": 2}, "optim": {"lr": 1e-3, "lr_for_rollouts": 24}}
@@ -177,13 +177,13 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
         for _round in range(3):
             position = SourcePosition(recent_prompts=recent_prompts, recent_kept=recent_kept)
             count = round_size(missing, position, RolloutConfig(**changes["rollout"]))
-            pool += [(rounds, p) for p in fakes.prompts(count, prompts_taken)]
+            pool += [(rounds, p) for p in fakes.prompts(count, first=prompts_taken)]
             rounds = rounds + 1
             prompts_taken = prompts_taken + count
             sampled = sampled + count
             kept = [(stream, prompt) for stream, prompt in pool if 0 < sum(rewards_of(prompt, stream, n=3)) < 3]
             missing = 2 - len(kept)
-            recent_prompts = 0.5 * prompts_before + sampled
+            recent_prompts = 0.5 * prompts_before + sampled  # each step halves the weight of earlier ones
             recent_kept = 0.5 * kept_before + len(kept) - len(waiting)
             if missing <= 0:
                 break
@@ -219,12 +219,12 @@ def test_cut_off_responses_without_loss(worlds, directory):
 
 def test_shaping_reaches_the_advantages_and_not_the_selection(worlds, directory):
     shaping = {"overlong_tokens": 6, "cosine_coef": 1.0, "repetition_ngram": 1}
-    ((plain, *_),) = worlds(1).run("steps:run_steps", directory, {}, SMALL, 1, faults={})
-    ((shaped, *_),) = worlds(1).run("steps:run_steps", directory, {}, SMALL | {"shaping": shaping}, 1, faults={})
+    ((plain, *_),) = worlds(1).run("steps:run_steps", directory, {}, SMALL, steps=1, faults={})
+    ((shaped, *_),) = worlds(1).run("steps:run_steps", directory, {}, SMALL | {"shaping": shaping}, steps=1, faults={})
     assert [shaped[0][k] for k in ("reward", "kept_share", "rollouts")] == [
         plain[0][k] for k in ("reward", "kept_share", "rollouts")
     ]
-    total = 0.0
+    total = 0.0  # the terms of ShapingConfig for at most 12 tokens
     for prompt in fakes.prompts(3):
         for row in responses(seed=3, prompt=prompt, n=16, tokens=12):
             t = len(row)

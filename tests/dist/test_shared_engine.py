@@ -88,9 +88,9 @@ def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> Re
 
 
 def sleeping(rank: int, folder: str, name: str) -> list[str]:
-    """The leader's engine is slow to sleep: it returns once the other rank continues or waits."""
+    """The leader's engine is slow to sleep: its call returns once the other rank continues or waits."""
     events = Events(name)
-    engine = _engine(events, folder, lambda: events.wait("other"))
+    engine = _engine(events, folder, before_sleep=lambda: events.wait("other"))
     Watchdog(engine, timeout_s=60.0).sleep()
     if rank == 1:
         events.happened("other loads its models")
@@ -103,9 +103,9 @@ def test_no_rank_loads_its_models_before_the_engine_is_asleep(worlds, tmp_path):
 
 
 def waking(rank: int, folder: str, name: str) -> list[str]:
-    """The other rank is slow to offload its models: it returns once the leader has woken its engine or waits."""
+    """The other rank is slow to offload its models: it is done once the leader has woken its engine or waits."""
     events = Events(name)
-    engine = _engine(events, folder, lambda: None)
+    engine = _engine(events, folder, before_sleep=lambda: None)
     if rank == 1:
         events.wait("leader")
         events.happened("other has offloaded")
@@ -121,7 +121,7 @@ def test_the_engine_takes_no_memory_before_every_rank_has_offloaded(worlds, tmp_
 
 
 def updating(rank: int, name: str) -> list[str]:
-    """The leader's engine is slow to load weights: it returns once the other rank continues or waits."""
+    """The leader's engine is slow to load weights: its call returns once the other rank continues or waits."""
     events = Events(name)
     problem = weight_sync._problem
 
@@ -152,7 +152,7 @@ def test_no_rank_continues_before_the_engine_has_its_weights(worlds):
 def stuck(rank: int, folder: str, name: str, stuck_rank: int) -> list[str]:
     """One rank is stuck in generate: no rank waits forever, and a stuck leader does not call its engine."""
     events = Events(name)
-    watchdog = Watchdog(_engine(events, folder, lambda: None), timeout_s=60.0)
+    watchdog = Watchdog(_engine(events, folder, before_sleep=lambda: None), timeout_s=60.0)
     watchdog.stuck = rank == stuck_rank
     watchdog.sleep()
     watchdog.wake()

@@ -18,23 +18,23 @@ from megatron_brorl.parallel.network import StallReporter
 from megatron_brorl.tracking.timeline import span
 
 
-def wait_for_rank_1(rank: int, writes: bool) -> str:
-    """Return the report of rank 0, which waits for rank 1. Rank 1 waits for that report, with a reporter if writes."""
+def wait_for_rank_1(rank: int, has_reporter: bool) -> str:
+    """Return the report of rank 0, which waits for rank 1. Rank 1 waits for it. has_reporter: rank 1 reports, too."""
     grid_of()
     lines: queue.Queue[str] = queue.Queue()
     store = network.shared_store()
     reporter = StallReporter(timeout_s=1.0, report=lines.put)
     dist.barrier()
-    if rank == 0 or writes:
+    if rank == 0 or has_reporter:
         reporter.start()
     with span("score"):
         if rank == 1:
-            store.wait([f"reported/{writes}"])  # This wait locks the process's connection to the store.
-        elif writes:
+            store.wait([f"reported/{has_reporter}"])  # This wait locks the process's connection to the store.
+        elif has_reporter:
             store.wait(["stalls/1"])
     with span("update"):
         line = lines.get() if rank == 0 else ""
-        store.set(f"reported/{writes}", "")
+        store.set(f"reported/{has_reporter}", "")
         dist.all_reduce(torch.zeros(1))
     reporter.stop()
     dist.barrier()
@@ -42,10 +42,10 @@ def wait_for_rank_1(rank: int, writes: bool) -> str:
     return line if rank == 0 else "".join(lines.queue)
 
 
-@pytest.mark.parametrize(("writes", "place"), [(True, "score"), (False, "no report")])
-def test_rank_0_names_the_rank_that_is_behind(worlds, writes, place):
+@pytest.mark.parametrize(("has_reporter", "place"), [(True, "score"), (False, "no report")])
+def test_rank_0_names_the_rank_that_is_behind(worlds, has_reporter, place):
     """Rank 1 waits in an earlier span, with a reporter of its own or without one, as if it were dead."""
-    line, other = worlds(2).run("test_stalls:wait_for_rank_1", writes)
+    line, other = worlds(2).run("test_stalls:wait_for_rank_1", has_reporter)
     assert re.findall(r"rank ([\d, ]+) \((.*?)[:)]", line) == [("1", place)]
     assert "'update'" in line  # where rank 0 waits
     assert other == ""

@@ -165,7 +165,7 @@ def verified(_rank: int, directory: str, parallel: dict[str, Any], wrong: bool) 
                 p.mul_(1.01)
     config = Config(train=TrainConfig(verify_tolerance=1e-4))
     try:
-        return verify_weights(worker, Watchdog(engine, timeout_s=60.0), 0, config)[0].max
+        return verify_weights(worker, Watchdog(engine, timeout_s=60.0), version=0, config=config)[0].max
     except UserError as e:
         return str(e)
 
@@ -299,7 +299,7 @@ def test_checkpoints_are_divided_as_megatron_divides_them(worlds, tmp_path, case
         return entries
 
     assert described("brorl") == described("megatron")
-    own, expected = (json.loads((tmp_path / name / "metadata.json").read_text()) for name in ("brorl", "megatron"))
-    assert expected.items() <= own.items()  # Megatron-Core 0.19 names no backend of common.pt any more.
+    actual, expected = (json.loads((tmp_path / name / "metadata.json").read_text()) for name in ("brorl", "megatron"))
+    assert expected.items() <= actual.items()  # Megatron-Core 0.19 names no backend of common.pt any more.
     to_hf(tmp_path / "megatron", tmp_path / "back", config=tmp_path / "hf")
     assert_same_weights(tmp_path / "hf", tmp_path / "back")

@@ -28,10 +28,10 @@ def calculator(turns: list[str], observations: list[str], prompt: str, answer: s
 
 def guessing(turns: list[str], observations: list[str], prompt: str, answer: str) -> bool:
     """Check the hints of a game, and return whether the number was guessed."""
-    assert int(prompt[:2]) <= int(answer) <= int(prompt[6:8])
+    assert int(prompt[:2]) <= int(answer) <= int(prompt[6:8])  # The prompt begins with "NN to NN".
     guesses = [int(turn) if re.fullmatch("[0-9]+", turn) else None for turn in turns]
     assert int(answer) not in guesses[:-1]
-    hints = ["no number" if g is None else "higher" if g < int(answer) else "lower" for g in guesses]
+    hints = ["no number" if g is None else ("higher" if g < int(answer) else "lower") for g in guesses]
     assert observations == [f"<result>{hint}</result>" for hint in hints[: len(observations)]]
     return guesses[-1] == int(answer)
 
@@ -45,13 +45,13 @@ def commands_of(tmp_path):
         program.write_text('#!/usr/bin/env bash\nprintf \'%q \' "${0##*/}" "$@" >&2\necho >&2\n')
         program.chmod(0o755)
 
-    def commands_of(*script, **environment):
+    def run(*script, **environment):
         env = {**ENVIRONMENT, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment}
         result = subprocess.run(["bash", *script], capture_output=True, text=True, env=env, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         return [shlex.split(line) for line in result.stderr.splitlines()]
 
-    return commands_of
+    return run
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,8 @@ def test_example(tmp_path, commands_of, check, target, processes, sft_steps):
     assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
     for row in train:
         parts = re.split("(<result>.*?</result>)", row[target])
-        assert (
-            check(parts[::2], parts[1::2], row["prompt"], row["answer"]) or len(parts) == 11
-        )  # A game may end after six turns.
+        is_right = check(parts[::2], parts[1::2], row["prompt"], row["answer"])
+        assert is_right or len(parts) == 11  # A game may end after six turns with five hints between them.
 
     run = load_run(tmp_path / "runs" / name)
     groups = {group["group"]: (group["prompt"], group["reference"]) for group in run.groups(0).to_pylist()}

@@ -76,8 +76,8 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
 def test_own_columns_reach_functions_and_results(folder, setting):
     """Each reward is a tenth of the column "low", so means over rows are known in advance. One row has no reward."""
     name = setting.partition(".")[0]
-    rows = [{"pair": f"{i} {j}", "more": j, "size": "two" if j > 9 else 1, "low": i} for i in (2, 5) for j in (7, 11)]
-    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "low": 3}]))
+    data = [{"pair": f"{i} {j}", "more": j, "size": "two" if j > 9 else 1, "low": i} for i in (2, 5) for j in (7, 11)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*data, {**data[0], "low": 3}]))
     (folder / "own.py").write_text("""
 def score(response, row):
     assert row["columns"]["low"] != 3
@@ -98,6 +98,7 @@ class Game:
     before = json.loads((folder / "runs" / name / "summary.json").read_text())["before"]
     assert before["mean_reward"]["mean"] == pytest.approx((0.2 + 0.2 + 0.5 + 0.5 + 0) / 5)
     assert ("environment raised 16x" in result.stderr) == ("Game" in setting)
+    # A reward of 0.5 is right: one of the three rows of task 1 and one of the two of task "two" have it.
     assert {name: task["mean"] for name, task in before["by_task"].items()} == {"1": 1 / 3, "two": 1 / 2}
 
 
@@ -154,7 +155,7 @@ def test_a_function_that_raises_loses_no_step(folder, run_mine, code, is_lost):
     expected = rows(folder / "undisturbed")
     assert all(line["carried_rollouts"] > 0 for line in expected)
     shutil.rmtree(folder / "failed", ignore_errors=True)
-    first, broken = run_mine(code, "run.dir=failed")
+    first, broken_sha256 = run_mine(code, "run.dir=failed")
     message = first.stderr.splitlines()[-1]
     steps = len(rows(folder / "failed"))
     state = f"steps 1 to {steps} are lost" if is_lost else f"the state after {steps} steps is saved;"
@@ -164,8 +165,9 @@ def test_a_function_that_raises_loses_no_step(folder, run_mine, code, is_lost):
     if "loss" not in code:
         refused, _ = run_mine({}, "run.dir=failed")
         assert (refused.returncode, "--accept-changed-functions" in refused.stderr) == (2, True)
-    result, repaired = run_mine({}, "run.dir=failed", "--accept-changed-functions")
+    result, repaired_sha256 = run_mine({}, "run.dir=failed", "--accept-changed-functions")
     assert result.returncode == 0, result.stderr
     assert rows(folder / "failed") == expected
     changes = json.loads((folder / "failed" / "run.json").read_text())["starts"][-1]["changes"]
-    assert changes == {f"own_functions.{name}": [broken, repaired] for name in NAMES.values() if not is_lost}
+    hashes = [broken_sha256, repaired_sha256]
+    assert changes == {f"own_functions.{name}": hashes for name in NAMES.values() if not is_lost}

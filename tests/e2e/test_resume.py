@@ -131,7 +131,7 @@ def hanging(arguments: list[str]) -> None:
 
     trainer.make_experience = make_experience_or_hang
     save = trainer.Trainer.save
-    trainer.Trainer.save = lambda self, new_best=None, in_background=False: save(self, new_best)
+    trainer.Trainer.save = lambda self, new_best=None, in_background=False: save(self, new_best)  # at once
     main(arguments)
 
 

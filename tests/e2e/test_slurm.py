@@ -81,7 +81,7 @@ def output(repository: Path) -> str:
 
 
 def start_soon(slurm: OneNode, job: str, *changes: str) -> None:
-    """Let a requeued job start in three seconds, not two minutes, but not in the second that revokes its credential."""
+    """Start a requeued job in three seconds, not in two minutes, but after the second that revokes its credential."""
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now+3", *changes)
 
 
@@ -135,12 +135,12 @@ def test_a_job_whose_ranks_have_saved_is_requeued(slurm, sbatch, repository):
     assert f"run.sh: the state is saved; requeueing job {job}" in lines
     ranks = [line.partition(", end ") for line in lines if ", end " in line]
     assert sorted(rank for rank, _, _ in ranks[:2]) == sorted(rank for rank, _, _ in ranks[2:]) == RANKS
-    end = int(slurm.job(job)["StartTime"]) + 60 * 60
+    end = int(slurm.job(job)["StartTime"]) + 60 * 60  # TimeLimit=60 is in minutes
     assert all(abs(int(rank_end) - end) <= 2 for _, _, rank_end in ranks[2:])
 
 
 def test_a_job_in_a_container(run_job, repository):
-    """pyxis and apptainer mount the folder of the job under its own path, and apptainer here two other folders."""
+    """pyxis and apptainer mount the folder of the job under its own path. CONTAINER_MOUNTS adds two for apptainer."""
     command = f"python {repository / SCRIPT} rollout.prompts=16"
     folder = f"{repository}:{repository}"
     mounts = "/data:/data,/models:/m:ro"

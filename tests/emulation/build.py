@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 DEVICE = "emulated"
 CSRC = ROOT / "csrc"
 VARIABLE = "BRORL_EMULATED"  # set if tests/gpu runs the kernels without a GPU
-CHUNK_ROWS = 64  # logits per chunk: several chunks for a hundred rows
+CHUNK_ROWS = 64  # rows of logits per chunk; a hundred rows have two chunks
 WITHOUT_KERNEL = "common/gemm.cu"  # calls cuBLAS
 # A fortified longjmp, the default of some compilers, refuses to switch stacks.
 FLAGS = ["-std=c++17", "-fPIC", "-w", "-Wno-psabi", "-U_FORTIFY_SOURCE"]

@@ -20,7 +20,7 @@ def results(attention, groups, tensors, dtype):
     *inputs, grad = (x.to(dtype, copy=True) for x in tensors)
     out = attention(*(x.requires_grad_() for x in inputs), groups)
     out.backward(grad)
-    return [x.detach().double() for x in (out, *(x.grad for x in inputs))]
+    return [x.detach().double() for x in (out, *(tensor.grad for tensor in inputs))]
 
 
 def kernels(query, key, value, groups):
@@ -28,8 +28,9 @@ def kernels(query, key, value, groups):
 
 
 def by_definition(query, key, value, groups):
+    """Let each token attend to its segment up to itself, and to the prompt of its group."""
     first, length, prompt, prompt_length = Segments(groups=groups).table.cuda().T
-    first, prompt, end = (x.repeat_interleave(length) for x in (first, prompt, prompt + prompt_length))
+    first, prompt, end = (x.repeat_interleave(length) for x in (first, prompt, prompt + prompt_length))  # by token
     i = torch.arange(len(first), device="cuda")
     mask = (i <= i[:, None]) & ((i >= first[:, None]) | ((i >= prompt[:, None]) & (i < end[:, None])))
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))

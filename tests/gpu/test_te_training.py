@@ -38,29 +38,27 @@ def test_a_step_agrees_with_fp32(config, lora, offload, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
     model = tiny.make_model(tmp_path, "qwen2", tied=True, std=0.05, **sizes)
     shape = read_shape(tmp_path)
-    fp8.check(config, shape, 1)
+    fp8.check(config, shape, tp_size=1)
     ops = backend("fused", cpu_bridge.default_device())
     fields = fp8.settings(config)
     options = StageOptions(2048, ops, torch.bfloat16, share_prompt=False, fields=fields, offload=offload, lora=lora)
     worker = Worker(shape, grid.build(ParallelConfig()), options, OptimConfig(lr=1e-4))
     worker.load_hf(tmp_path)
-    prompts, responses = rows(2)
+    prompts, responses = map(tuple, rows(seed=2))
     worker.offload()
-    log_probs = worker.log_probs(prompts, responses, 1.0)
-    for p, r, lp in zip(prompts, responses, log_probs, strict=True):
-        logits = model(torch.cat((p, r))[None]).logits[0, len(p) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, r[:, None])[:, 0]
-        assert float((lp.cpu() - expected).abs().mean()) < (0.05 if config.recipe == "none" else 0.3)
+    log_probs = worker.log_probs(prompts, responses, temperature=1.0)
+    for prompt, response, row_log_probs in zip(prompts, responses, log_probs, strict=True):
+        logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        assert float((row_log_probs.cpu() - expected).abs().mean()) < (0.05 if config.recipe == "none" else 0.3)
     advantages = tuple(a.expand(len(r)) for a, r in zip(torch.linspace(-1, 1, len(prompts)), responses, strict=True))
-    experience = Experience(
-        tuple(prompts), tuple(responses), tuple(log_probs), old_log_probs=None, advantages=advantages
-    )
+    experience = Experience(prompts, responses, tuple(log_probs), old_log_probs=None, advantages=advantages)
     before = {n: x.clone() for n, x in worker.hf_tensors()}
     for update in range(3):
         worker.offload()
-        figures = update_policy(worker, experience, [list(range(24))], AlgoConfig(), OptimConfig(lr=1e-4), 1.0, update)
-        assert figures["updates_skipped"] == 0
-        assert 0 < figures["grad_norm"] < 1e4
+        metrics = update_policy(worker, experience, [list(range(24))], AlgoConfig(), OptimConfig(lr=1e-4), 1.0, update)
+        assert metrics["updates_skipped"] == 0
+        assert 0 < metrics["grad_norm"] < 1e4
     after = dict(worker.hf_tensors())
     assert any(not torch.equal(before[n], x) for n, x in after.items())
     assert all(bool(torch.isfinite(x.float()).all()) for x in after.values())

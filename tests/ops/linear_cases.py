@@ -17,7 +17,9 @@ from megatron_brorl.ops.reference import linear as reference
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}
 TEMPERATURE = 0.7
 SETTINGS = PolicyLossSettings(eps_low=0.2, eps_high=0.28, is_cap=2.0)
-EVERYTHING = PolicyLossSettings(0.1, 0.5, dual_clip=1.8, is_cap=1.5, kl_coef=0.3, kl_estimator="k3", entropy_coef=0.2)
+EVERYTHING = PolicyLossSettings(
+    eps_low=0.1, eps_high=0.5, dual_clip=1.8, is_cap=1.5, kl_coef=0.3, kl_estimator="k3", entropy_coef=0.2
+)
 VARIANTS = [
     SETTINGS,
     EVERYTHING,

@@ -70,8 +70,8 @@ def test_rms_norm(shape, dtype):
     grad_out = torch.randn(*shape, generator=g)
     weight = torch.rand(shape[-1], generator=g) + 0.5
     if not x.numel():
-        rows = torch.zeros(0)  # the inverse norm of each row
-        x_grad, grad_weight = torch.ops.brorl.rms_norm_gradient_(x.clone(), x, weight, inverse_rms=rows)
+        inverse_rms = torch.zeros(0)  # of each row
+        x_grad, grad_weight = torch.ops.brorl.rms_norm_gradient_(x.clone(), x, weight, inverse_rms=inverse_rms)
         assert x_grad.shape == x.shape
         assert torch.equal(grad_weight, torch.zeros(shape[-1]))
         return
@@ -206,12 +206,12 @@ def test_views_that_are_not_contiguous():
 def test_silu_mul_of_extreme_gates():
     gate = torch.tensor([-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4])
     x = torch.cat((gate, torch.full((7,), 2.0))).unsqueeze(0)
-    expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 176.0, 400.0, 2e4]])
+    expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 176.0, 400.0, 2e4]])  # silu(gate) * 2
     assert torch.allclose(torch.ops.brorl.silu_mul(x), expected)
     grad_then_out = torch.ones(1, 7)
     torch.ops.brorl.silu_mul_gradient_(grad_then_out, x)
     assert torch.allclose(grad_then_out, expected)
-    assert torch.allclose(x[0, :7], torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0]))
+    assert torch.allclose(x[0, :7], torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0]))  # 2 * silu'(gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

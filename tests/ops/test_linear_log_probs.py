@@ -30,10 +30,10 @@ def test_value_and_gradient(group, monkeypatch, dtype, rows, hidden, vocabulary,
     targets = torch.randint(0, vocabulary, (rows,), generator=g)
     upstream = torch.randn(rows, dtype=torch.float64, generator=g)
     expected_inputs = [x.clone().requires_grad_() for x in (h, w)]
-    expected, expected_entropy = reference(*expected_inputs, targets, 0.7)
+    expected, expected_entropy = reference(*expected_inputs, targets, temperature=0.7)
     (expected @ upstream + expected_entropy @ upstream.cos()).backward()
     inputs = [x.to(dtype).requires_grad_() for x in (h, w)]
-    log_probs, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, vocabulary)
+    log_probs, entropy = linear.linear_log_probs(*inputs, targets, temperature=0.7, group=group, vocab=vocabulary)
     (log_probs @ upstream.to(dtype) + entropy @ upstream.cos().to(dtype)).backward()
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     assert log_probs.dtype == dtype
@@ -49,8 +49,8 @@ def test_padding_has_no_probability_and_no_gradient(group):
     w[8:] = 1e3  # would dominate every softmax
     padded = w.clone().requires_grad_()
     targets = torch.arange(6)
-    log_probs, _ = linear.linear_log_probs(h, padded, targets, 1.0, group, vocab=8)
-    expected, _ = reference(h, w[:8], targets, 1.0)
+    log_probs, _ = linear.linear_log_probs(h, padded, targets, temperature=1.0, group=group, vocab=8)
+    expected, _ = reference(h, w[:8], targets, temperature=1.0)
     torch.testing.assert_close(log_probs, expected)
     log_probs.sum().backward()
     assert torch.count_nonzero(padded.grad[8:]) == 0
@@ -59,7 +59,8 @@ def test_padding_has_no_probability_and_no_gradient(group):
 def test_no_rows(group):
     h = torch.zeros(0, 3, requires_grad=True)
     w = torch.zeros(7, 3, requires_grad=True)
-    log_probs, entropy = linear.linear_log_probs(h, w, torch.zeros(0, dtype=torch.int64), 1.0, group, vocab=7)
+    no_ids = torch.zeros(0, dtype=torch.int64)
+    log_probs, entropy = linear.linear_log_probs(h, w, no_ids, temperature=1.0, group=group, vocab=7)
     assert log_probs.shape == entropy.shape == (0,)
     log_probs.sum().backward()
     assert torch.count_nonzero(w.grad) == 0
@@ -75,10 +76,10 @@ def test_rows_without_a_gradient_may_be_nan(group):
     finite = torch.tensor([i not in (2, 5) for i in range(9)])
     targets = torch.randint(0, 7, (9,), generator=g)
     expected_inputs = [h[finite].clone().requires_grad_(), w.clone().requires_grad_()]
-    expected, expected_entropy = reference(*expected_inputs, targets[finite], 0.7)
+    expected, expected_entropy = reference(*expected_inputs, targets[finite], temperature=0.7)
     (expected.sum() + expected_entropy.square().sum()).backward()
     inputs = [h.requires_grad_(), w.requires_grad_()]
-    log_probs, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, vocab=7)
+    log_probs, entropy = linear.linear_log_probs(*inputs, targets, temperature=0.7, group=group, vocab=7)
     (log_probs[finite].sum() + entropy[finite].square().sum()).backward()
     torch.testing.assert_close(h.grad[finite], expected_inputs[0].grad)
     assert torch.count_nonzero(h.grad[~finite]) == 0

@@ -89,9 +89,10 @@ def test_huge_logits(dtype):
     weight[0] = 16
     assert (hidden @ weight.T).abs().max() >= 1e4
     ids = torch.randint(0, 700, (90,), generator=g)
-    true, _ = reference.linear_log_probs(hidden, weight, ids, 1.0)
+    true, _ = reference.linear_log_probs(hidden, weight, ids, temperature=1.0)
     old = (true + torch.randint(-1, 2, (90,), generator=g) * 0.125).float().double()
-    tokens = PolicyTokens(old, torch.randn(90, generator=g).double(), torch.full((90,), 1 / 90).double(), old)
+    advantages = torch.randn(90, generator=g).double()
+    tokens = PolicyTokens(old, advantages, weights=torch.full((90,), 1 / 90).double(), old_log_probs=old)
     case = Case(hidden, weight, ids, tokens)
     # A log-prob of -1e4 in float32 is rounded by 5e-4, so a ratio to a stored log-prob cannot be more exact.
     result = case.call(fused.linear_ppo_loss, dtype, temperature=1.0)
@@ -155,7 +156,7 @@ def test_a_masked_token_changes_nothing(op, dtype, settings):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 30])
 def test_no_trainable_tokens(rows, dtype, settings):
-    case = make(rows, 8, 30)
+    case = make(rows, width=8, vocab=30)
     case = case.change(weights=torch.zeros(rows, dtype=torch.float64))
     result, grad_hidden, grad_weight = case.call(fused.linear_ppo_loss, dtype, settings)
     assert result.loss.item() == 0

@@ -16,7 +16,7 @@ from megatron_brorl.config.schema import POLICY_LOSS_NAMES, AlgoConfig
 from megatron_brorl.ops.backend import backend
 
 FILE = str(Path(own_algorithms.__file__))
-UNBOUNDED = BY_HAND | {"clip": lambda r, a: r * a, "cispo": lambda r, a: r * a * r.log()}
+UNBOUNDED = BY_HAND | {"clip": lambda r, a: r * a, "cispo": lambda r, a: r * a * r.log()}  # without bounds
 
 
 def test_every_policy_loss_has_a_formula_here():

@@ -38,12 +38,11 @@ def table(groups: list[tuple[int, tuple[int, ...]]]) -> Tensor:
 
 def brute_force(qkv: Tensor, angle: Tensor, segments: Tensor, scale: float) -> Tensor:
     """Attend with the matrix of all scores; pairs (i, i + d / 2) are rotated as complex numbers."""
-    tokens, _, heads, d = qkv.shape
+    tokens, _, slots, d = qkv.shape  # slots: a group's queries, its key and its value
     half = d // 2
-    heads = heads - 2
     turn = torch.polar(torch.ones_like(angle), angle)[:, None, None]
     turned = torch.complex(qkv[..., :half], qkv[..., half:]) * turn
-    query, key, _ = torch.cat((turned.real, turned.imag), dim=-1).split([heads, 1, 1], dim=2)
+    query, key, _ = torch.cat((turned.real, turned.imag), dim=-1).split([slots - 2, 1, 1], dim=2)
     value = qkv[:, :, -1:]
     visible = torch.zeros(tokens, tokens, dtype=torch.bool)
     for begin, length, prefix, prefix_length in segments.tolist():

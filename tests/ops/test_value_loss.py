@@ -72,7 +72,7 @@ def test_explained_variance_merges_over_parts(parts):
     assert merged == pytest.approx(1 - residuals.var().item() / case.returns.var().item(), rel=1e-12)
 
 
-X = torch.zeros(5)
+X = torch.zeros(5)  # The inputs below are values, old values, returns, weights and clip.
 
 
 @pytest.mark.parametrize(

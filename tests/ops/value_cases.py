@@ -37,7 +37,7 @@ class Expected:
     clipped: int
     tokens: int
     returns: tuple[float, float]  # mean, sum of squared deviations
-    residuals: tuple[float, float]
+    residuals: tuple[float, float]  # the same, of target - value
 
 
 def by_hand(case: Case) -> Expected:

@@ -59,12 +59,12 @@ def victim_in(engine, which) -> psutil.Process:
     return psutil.Process(engine.supervisor.pid) if which == "server" else worker_of(engine)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("which", ["server", "worker"])
-def test_fault_in_generate(which, number, hurt, monkeypatch, capfd):
+def test_fault_in_generate(which, signal_number, hurt, monkeypatch, capfd):
     """A new process samples the same 512 siblings. Killing the worker imitates the kernel's OOM killer."""
     _, engine = hurt
-    expected, first_pid = tokens(draw(engine, 512)), engine.supervisor.pid
+    expected, first_pid = tokens(draw(engine, n=512)), engine.supervisor.pid
     ask, victim = engine._ask, victim_in(engine, which)
 
     def ask_and_hurt(rows, sampling):
@@ -72,24 +72,24 @@ def test_fault_in_generate(which, number, hurt, monkeypatch, capfd):
             victim.suspend()  # It could otherwise answer before the signal.
         pid = ask(rows, sampling)
         if pid == first_pid:
-            victim.send_signal(number)
+            victim.send_signal(signal_number)
         return pid
 
     monkeypatch.setattr(engine, "_ask", ask_and_hurt)
     with nothing_left_of(engine):
-        rollouts = draw(engine, 512)
+        rollouts = draw(engine, n=512)
         assert engine.supervisor.pid != first_pid
     assert tokens(rollouts) == expected
     errors = capfd.readouterr().err
     assert f"restarting it with the weights of version {engine.version}" in errors
-    assert ("silent for" if number == signal.SIGSTOP else "ended (") in errors
+    assert ("silent for" if signal_number == signal.SIGSTOP else "ended (") in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize(
     ("which", "point"), [("server", "load"), ("server", "finish"), ("worker", "load"), ("worker", "finish")]
 )
-def test_fault_in_weight_sync(which, point, number, hurt, monkeypatch):
+def test_fault_in_weight_sync(which, point, signal_number, hurt, monkeypatch):
     """The new process has all of the new weights."""
     model, engine = hurt
     ask, first_pid, version = engine.supervisor._ask, engine.supervisor.pid, engine.version + 1
@@ -97,7 +97,7 @@ def test_fault_in_weight_sync(which, point, number, hurt, monkeypatch):
 
     def hurt_before(message):
         if message.kind == point and engine.supervisor.pid == first_pid:
-            victim.send_signal(number)
+            victim.send_signal(signal_number)
         ask(message)
 
     monkeypatch.setattr(engine.supervisor, "_ask", hurt_before)
@@ -105,7 +105,7 @@ def test_fault_in_weight_sync(which, point, number, hurt, monkeypatch):
     with nothing_left_of(engine):
         engine.update_weights(model.stream(), version)
         assert engine.supervisor.pid != first_pid
-    rollouts = draw(engine, 512)
+    rollouts = draw(engine, n=512)
     assert {r.finish for r in rollouts} == {"stop", "length"}
     assert all(r.spans == ((version, len(r.token_ids)),) for r in rollouts)
     assert model.gap(rollouts[:64]) < 1e-4

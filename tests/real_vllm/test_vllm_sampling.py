@@ -20,7 +20,7 @@ from megatron_brorl.rollout.turns import TurnEngine
 
 
 def test_log_probs_are_those_of_transformers(model, shared):
-    rollouts = draw(shared, 64)
+    rollouts = draw(shared, n=64)
     assert [r.index for r in rollouts] == list(range(64))
     assert model.gap(rollouts) < 1e-4
     for rollout in rollouts:
@@ -32,19 +32,19 @@ def test_log_probs_are_those_of_transformers(model, shared):
 
 def test_samples_depend_only_on_key_and_index(shared):
     """Siblings differ unless they are short, and do not depend on order and number of the requests."""
-    whole = tokens(draw(shared, 512))
+    whole = tokens(draw(shared, n=512))
     long = [tuple(x) for x in whole if len(x) > 4]
     assert len(long) > 400
     assert len(set(long)) == len(long)
-    assert tokens(draw(shared, 3, first=200)) == whole[200:203]
+    assert tokens(draw(shared, n=3, first=200)) == whole[200:203]
     second, first = shared.generate([Request(PROMPT, key=11, n=256, first=sibling) for sibling in (256, 0)], SAMPLING)
     assert tokens(first) + tokens(second) == whole
-    assert not set(long) & {tuple(x) for x in tokens(draw(shared, 512, key=12))}
+    assert not set(long) & {tuple(x) for x in tokens(draw(shared, n=512, key=12))}
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(0.7, 1.0, 0), (1.0, 0.8, 0), (1.3, 0.9, 12)])
 def test_log_probs_are_of_the_sampling_distribution(model, shared, temperature, top_p, top_k):
-    rollouts = draw(shared, 24, sampling=replace(SAMPLING, temperature=temperature, top_p=top_p, top_k=top_k))
+    rollouts = draw(shared, n=24, sampling=replace(SAMPLING, temperature=temperature, top_p=top_p, top_k=top_k))
     for rollout in rollouts:
         logits = model.logits(rollout)
         expected = sampling_log_probs(logits, temperature, top_p, top_k).gather(-1, rollout.token_ids[:, None])[:, 0]
@@ -53,7 +53,7 @@ def test_log_probs_are_of_the_sampling_distribution(model, shared, temperature, 
 
 def test_cut_rollouts_continue(model, shared):
     """Responses are cut at tokens_per_call and continue in a second call."""
-    begun = draw(shared, 8, sampling=replace(SAMPLING, tokens_per_call=5))
+    begun = draw(shared, n=8, sampling=replace(SAMPLING, tokens_per_call=5))
     assert all(r.finish == "cut" and len(r.token_ids) == 5 for r in begun if 2 not in r.token_ids.tolist())
     unfinished = tuple(r for r in begun if r.finish == "cut")
     (ended,) = shared.generate([Request(PROMPT, key=11, n=8, begun=tuple(begun))], SAMPLING)
@@ -81,7 +81,7 @@ def test_cancelled_rollouts_keep_their_tokens(model, shared):
             return self.ended.is_set()
 
     # More rollouts than vLLM computes together, so that some are in flight when it receives the cancellation.
-    rollouts = draw(shared, 2048, key=3, callbacks=Impatient(), sampling=replace(SAMPLING, max_tokens=60))
+    rollouts = draw(shared, n=2048, key=3, callbacks=Impatient(), sampling=replace(SAMPLING, max_tokens=60))
     cut = [r for r in rollouts if r.finish == "cut"]
     begun = [r for r in cut if len(r.token_ids)]
     assert begun
@@ -105,7 +105,7 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(start, t
     decode = lambda ids: "".join(chr(0x4E00 + int(i)) for i in ids)  # noqa: E731
     engine = start(model, options={"stop_strings": strings, "max_rows": 64}, decode=decode)
     engine.update_weights(model.stream(), version=0)
-    rollouts = draw(engine, 128, sampling=replace(SAMPLING, stop_strings=strings))
+    rollouts = draw(engine, n=128, sampling=replace(SAMPLING, stop_strings=strings))
     assert model.gap(rollouts) < 1e-4
     stopped = 0
     for ids in tokens(rollouts):

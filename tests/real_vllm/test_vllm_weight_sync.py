@@ -38,15 +38,15 @@ def test_log_probs_match_the_actor_after_every_update(family, tied, start, tmp_p
     for version in range(20):
         model.change(version, std=0.02)
         engine.update_weights(model.stream(), version)
-        (greedy,) = draw(engine, 1, sampling=GREEDY)
+        (greedy,) = draw(engine, n=1, sampling=GREEDY)
         assert greedy.token_ids.tolist() == model.logits(greedy).argmax(-1).tolist()
-        assert model.gap(draw(engine, 4, key=version)) < 1e-4
+        assert model.gap(draw(engine, n=4, key=version)) < 1e-4
         assert greedy.spans == ((version, len(greedy.token_ids)),)
 
     # vLLM has copied the weights, because a later update overwrites the file.
     path = engine.supervisor.weights.path
     path.write_bytes(bytes(path.stat().st_size))
-    assert tokens(draw(engine, 1, sampling=GREEDY)) == tokens([greedy])
+    assert tokens(draw(engine, n=1, sampling=GREEDY)) == tokens([greedy])
 
 
 @pytest.mark.parametrize("overrides", [{}, {"norm_topk_prob": False, "moe_intermediate_size": 48}], ids=["", "padded"])
@@ -56,9 +56,9 @@ def test_experts_match_transformers_after_every_weight_sync(overrides, start, tm
     engine = start(model, options={"max_rows": 16})
     for version in range(4):
         sync_weights(make_worker(str(tmp_path), {}), engine, version)
-        (greedy,) = draw(engine, 1, sampling=GREEDY)
+        (greedy,) = draw(engine, n=1, sampling=GREEDY)
         assert greedy.token_ids.tolist() == model.logits(greedy).argmax(-1).tolist()
-        rollouts = draw(engine, 16, key=version)
+        rollouts = draw(engine, n=16, key=version)
         assert model.gap(rollouts) < 1e-4
         # Change only the experts before the next sync. With old experts, log-probabilities would differ by over 0.01.
         with torch.no_grad():
@@ -90,9 +90,9 @@ def test_check_after_weight_sync_detects_a_stale_head(model, start, tmp_path, mo
 
     # A correct engine passes without a restart.
     correct = start(model)
-    sync_weights(worker, correct, 0)
-    gap, restarts = verify_weights(worker, Watchdog(correct, timeout_s=60.0), 0, CONFIG)
-    assert (gap, restarts) == (log_prob_gap(worker, Watchdog(correct, timeout_s=60.0), 0), 0)
+    sync_weights(worker, correct, version=0)
+    gap, restarts = verify_weights(worker, Watchdog(correct, timeout_s=60.0), version=0, config=CONFIG)
+    assert (gap, restarts) == (log_prob_gap(worker, Watchdog(correct, timeout_s=60.0), version=0), 0)
     assert gap.max < 1e-4
     correct.close()
 
@@ -100,9 +100,9 @@ def test_check_after_weight_sync_detects_a_stale_head(model, start, tmp_path, mo
     monkeypatch.setattr(process.megatron_brorl, "__file__", str(planted / "__init__.py"))
     monkeypatch.chdir(tmp_path)  # python -m searches the working directory first
     stale = start(model)
-    sync_weights(worker, stale, 0)
+    sync_weights(worker, stale, version=0)
     pid = stale.supervisor.pid
     with pytest.raises(UserError, match=r"train.verify_weights: after version 0 an engine's log-probs differ .* by"):
-        verify_weights(worker, Watchdog(stale, timeout_s=60.0), 0, CONFIG)
+        verify_weights(worker, Watchdog(stale, timeout_s=60.0), version=0, config=CONFIG)
     assert stale.supervisor.pid != pid
     assert "restarting it with the weights of version 0" in capfd.readouterr().err

@@ -84,7 +84,7 @@ def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch="llam
         for hf_part, gguf_part in NAMES.items():
             name = name.replace(hf_part, gguf_part)
         if heads := HEADS.get(name.split(".")[-2]):  # llama.cpp's convert_hf_to_gguf.py permutes these rows.
-            weight = weight.reshape(heads, 2, 4, 32).swapaxes(1, 2).reshape(weight.shape)
+            weight = weight.reshape(heads, 2, 4, 32).swapaxes(1, 2).reshape(weight.shape)  # 2 halves of 4 rows
         data = weight.detach().numpy().copy()
         if "ffn" in name and "norm" not in name:
             writer.add_tensor(name, gguf.quantize(data, Q8), raw_dtype=Q8)

@@ -54,7 +54,7 @@ def test_an_unknown_key_is_named_with_its_position(tmp_path):
 def test_curves_are_compared_up_to_the_end_of_the_shorter_one():
     results = table({("few", 1): ([0, 10], [0.0, 0.5]), ("many", 1): ([0, 5, 20], [0.0, 0.4, 0.7])})
     comparison = study.Comparison(**COMPARISON)
-    assert study.differences(comparison, results) == {1: pytest.approx(0.4 + 0.3 / 3 - 0.5)}
+    assert study.differences(comparison, results) == {1: pytest.approx(0.4 + 0.3 / 3 - 0.5)}  # interpolated at 10 s
     # Areas over 10 s: 0.25 for few; 5 x 0.2 + 5 x 0.45 = 3.25 for many.
     mean = study.Comparison(**COMPARISON, end_point="mean", over="rollouts")
     assert study.differences(mean, results) == {1: pytest.approx(0.325 - 0.25)}

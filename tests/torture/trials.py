@@ -35,7 +35,8 @@ from torture import faults
 from megatron_brorl import rollout_log
 
 RANKS = 2
-FRESH, RESUMED = STAGES = ("from the beginning", "resumed")
+RESUMED = "resumed"
+STAGES = ("from the beginning", RESUMED)
 STARTS = 4  # maximum number of starts of a run after its fault
 OPTIONS = [
     *("rollout.n=8", "rollout.prompts=4", "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=2"),

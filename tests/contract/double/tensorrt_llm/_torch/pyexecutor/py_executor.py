@@ -101,8 +101,8 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         rows = [self.rows[key] for key in keys.tolist()]
         seeds = torch.tensor([row.params.seed or 0 for row in rows])
-        us = philox.uniforms(seeds, torch.zeros_like(position), position)
-        ids, log_probs = sample(logits, us, temperature, top_p, top_k)
+        uniforms = philox.uniforms(seeds, torch.zeros_like(position), position)
+        ids, log_probs = sample(logits, uniforms, temperature, top_p, top_k)
         for i, row in enumerate(rows):
             row.reported.append(self._report(logits[i], int(ids[i]), row.params, temperature))
         return ids, log_probs
@@ -186,9 +186,9 @@ class PyExecutor:
         self.prefixes = True
         model = self.model_engine.model
         if model.changed:
-            self._torch.update_weights(model.tensors.items(), 0)
+            self._torch.update_weights(model.tensors.items(), version=0)
             model.changed = False
-        temperature = 0.0 if greedy else 1.0 if temperature is None else temperature
+        temperature = 0.0 if greedy else (1.0 if temperature is None else temperature)
         sampling = Sampling(temperature, 1.0 if top_p is None else top_p, top_k or 0, tokens, stops)
         self._keys += len(rows)
         keys = range(self._keys - len(rows), self._keys)
@@ -197,7 +197,7 @@ class PyExecutor:
         requests = [Request(Prompt(str(key), "", tuple(row.ids), None, ""), key, n=1) for key, row in pairs]
         callbacks = _Watch(rows)
         self._torch.generate(requests, sampling, callbacks)
-        for row in callbacks.left:
+        for row in callbacks.unfinished:
             row.done(None, row.reported)
 
 
@@ -206,13 +206,13 @@ class _Watch:
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
-        self.left = list(rows)
+        self.unfinished = list(rows)
 
     def finished(self, request: int, rollout: Rollout) -> None:
         row = self.rows[request]
-        self.left.remove(row)
+        self.unfinished.remove(row)
         fault_point("row")
         row.done(rollout, row.reported)
 
     def cancelled(self) -> bool:
-        return all(row.aborted for row in self.left)
+        return all(row.aborted for row in self.unfinished)
