@@ -296,12 +296,15 @@ class HuggingFaceTokenizer:
             ) from None
 
     def _render(self, messages: Sequence[Message], variables: Variables, to_answer: bool = True) -> str:
-        arguments: dict[str, Any] = {**variables, "tokenize": False, "add_generation_prompt": to_answer}
+        arguments = {**variables}
         template = self._template(variables.get("tools"))
         if self.template_date is not None:
             arguments |= date_variables(template, self.template_date)
         try:
-            return str(self._inner.apply_chat_template(list(messages), **arguments))
+            rendered = self._inner.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=to_answer, **arguments
+            )
+            return str(rendered)
         except Exception as e:  # The template may raise anything.
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(
