@@ -218,8 +218,7 @@ def spare_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    _, free, _ = host_memory(ranks)
-    return free // 2 // ranks
+    return host_memory(ranks)[1] // 2 // ranks  # half of the free memory
 
 
 def host_memory(ranks: int) -> tuple[int, int, str]:

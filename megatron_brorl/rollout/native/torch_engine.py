@@ -234,15 +234,14 @@ class TorchEngine:
         """
         assert self._decoder is not None
         active = scheduler.active
+        # Keys, indices and positions of the random numbers.
         stream = (scheduler.slot_key[active], scheduler.slot_rollout_index[active], scheduler.slot_length[active])
         scheduler.slot_length[active] += 1
         settings = (sampling.temperature, sampling.top_p, sampling.top_k)
         rows = SAMPLED_ROWS if self.device.type == "cpu" else max(1, SAMPLED_LOGITS // self.shape.vocab)
         columns = (hidden, *to_device(torch.stack(stream), self.device))
         parts = zip(*(x.split(rows) for x in columns), strict=True)
-        sampled = [
-            self.sample(self._decoder.logits(h), keys, index, position, *settings) for h, keys, index, position in parts
-        ]
+        sampled = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
         ids, log_probs = (torch.cat(x) for x in zip(*sampled, strict=True))
         return ids, log_probs
 
