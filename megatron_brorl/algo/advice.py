@@ -10,7 +10,7 @@ Cause = Literal["cut off", "no answer", "none right", "all right", "no mixed gro
 METRICS: tuple[str, ...] = ("kept_share", "reward_std", "cut_off_share", "answered_share", "all_right_share")
 METRICS += ("teacher_kl", "group_errors")  # of runs with other signals than verifiers
 LARGE_KL = 0.2  # nats; a model of 135M parameters lost its accuracy after a first KL of 0.29
-MOST_CUT_OFF = 0.9  # if more responses are cut off, the others are not the reason
+MOST_CUT_OFF = 0.9  # from this share of responses on, cutting off is the cause
 
 
 def why_no_signal(shares: Mapping[str, float | None]) -> Cause | None:

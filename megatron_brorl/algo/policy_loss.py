@@ -101,8 +101,8 @@ def sapo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Obj
     tau is TAU_POSITIVE where A > 0, else TAU_NEGATIVE. The slope in r is 1 at r = 1 and decreases on both sides.
     """
     tau = torch.where(advantages > 0, ratio.new_tensor(TAU_POSITIVE), ratio.new_tensor(TAU_NEGATIVE))
-    none = torch.zeros_like(ratio, dtype=torch.bool)
-    return Objective((tau * (ratio - 1)).sigmoid() * (4 / tau) * advantages, none, none, none)
+    unclipped = torch.zeros_like(ratio, dtype=torch.bool)
+    return Objective((tau * (ratio - 1)).sigmoid() * (4 / tau) * advantages, unclipped, unclipped, unclipped)
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,9 @@ def _user_objective(
     log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, live: Tensor, settings: PolicyLossSettings
 ) -> Objective:
     """Return minus the loss that a function of the user gives to each live token. Raises UserError if it fails."""
-    none = torch.zeros_like(live[live])  # false for each live token
-    if not len(none):
-        return Objective(log_probs[live], none, none, none)
+    unclipped = torch.zeros_like(live[live])  # false for each live token
+    if not len(unclipped):
+        return Objective(log_probs[live], unclipped, unclipped, unclipped)
     inputs = {
         "log_probs": log_probs,
         "old_log_probs": log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs,
@@ -268,7 +268,7 @@ def _user_objective(
     for token in (live & ~loss.isfinite() & log_probs.isfinite()).nonzero().flatten()[:1].tolist():  # the first, if any
         values = ", ".join(f"{name} {float(x[token]):g}" for name, x in inputs.items())
         function.refuse(f"returned {float(loss[token]):g} for a token with {values}")
-    return Objective(-loss[live].to(log_probs.dtype), none, none, none)
+    return Objective(-loss[live].to(log_probs.dtype), unclipped, unclipped, unclipped)
 
 
 def _sequences(tokens: PolicyTokens) -> Tensor:

@@ -13,7 +13,7 @@ import mpmath
 import numpy as np
 
 Bounds = tuple[float, float]
-SHARE: Bounds = (0.0, 1.0)
+SHARE: Bounds = (0.0, 1.0)  # bounds of a share
 SHARES: Bounds = (-1.0, 1.0)  # bounds of the difference of two shares
 RESAMPLES = 2000  # of the prompts, for a bootstrap interval
 
@@ -113,7 +113,7 @@ def paired(
 
 
 def student_tail(t: float, degrees: int) -> float:
-    """Return P(T > t) of Student's distribution: I_x(n / 2, 1 / 2) / 2 at x = n / (n + t^2) for t >= 0 (DLMF 8.17)."""
+    """Return P(T > t) of Student's distribution, for t >= 0 I_x(d / 2, 1 / 2) / 2 at x = d / (d + t^2) (DLMF 8.17)."""
     if math.isinf(t):
         return 0.0 if t > 0 else 1.0
     x = degrees / (degrees + t * t)

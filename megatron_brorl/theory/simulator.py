@@ -1,8 +1,8 @@
 """BroRL's token simulator (section 4.1): one softmax over 128,000 tokens, trained with N draws per step.
 
-10,000 tokens are correct and have reward +1, the others have -1. Each step draws N tokens, subtracts the mean reward of
-the draws and makes an AdamW step on L = -(1/N) sum over draws of (R - b) p. docs/theory.md lists the choices that the
-paper leaves open.
+10,000 tokens are correct and have reward +1, the others have -1. Each step draws N tokens, subtracts the mean reward b
+of the draws and makes an AdamW step on L = -(1/N) sum over draws of (R - b) p. docs/theory.md lists the choices that
+the paper leaves open.
 
 The columns `predicted_*` are the terms of Theorem 1 for one plain gradient step of size lr. The columns `moved_*` split
 the first-order change of Q_pos by the optimizer's actual step into drawn and undrawn tokens. AdamW's step is linear in
@@ -134,8 +134,8 @@ def _draw(p: Floats, n: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
     edges = np.cumsum(p, dtype=np.float64)
     uniforms = np.sort(rng.random(n))  # sorted, because sorted lookups stay in the cache
     tokens = np.searchsorted(edges, uniforms * edges[-1], side="right")
-    first = np.flatnonzero(np.diff(tokens, prepend=-1))
-    return tokens[first], np.diff(first, append=n)
+    starts = np.flatnonzero(np.diff(tokens, prepend=-1))
+    return tokens[starts], np.diff(starts, append=n)
 
 
 def _terms(p: Floats, q: float, tokens: Floats, drawn_gradient: Floats, slope: float, s: Settings) -> tuple[float, ...]:
@@ -201,19 +201,19 @@ class _Optimizer:
 
         z += scale * self.first
 
-        # Sum p dz over right and over wrong tokens, for the whole step and for its part from undrawn tokens (idle).
+        # Sum p dz over right and over wrong tokens, for the whole step and for its part from undrawn tokens.
         scale *= p
         right_and_wrong = slice(c), slice(c, None)
         right, wrong = (float(scale[members] @ self.first[members]) for members in right_and_wrong)
-        idle_right, idle_wrong = (float(scale[members] @ self.first_of_undrawn[members]) for members in right_and_wrong)
+        undrawn_right, undrawn_wrong = (float(scale[m] @ self.first_of_undrawn[m]) for m in right_and_wrong)
 
         # To first order dQ_pos = (1 - Q) sum of p dz over right tokens - Q sum of p dz over wrong ones.
-        undrawn = (1 - q) * idle_right - q * idle_wrong
-        return (1 - q) * (right - idle_right), -q * (wrong - idle_wrong), undrawn, decay
+        undrawn = (1 - q) * undrawn_right - q * undrawn_wrong
+        return (1 - q) * (right - undrawn_right), -q * (wrong - undrawn_wrong), undrawn, decay
 
 
 def write_csv(path: Path, curves: Sequence[Curves], every: int) -> None:
-    """Write one line per simulation and `every` steps; changes are summed over the steps since the line before."""
+    """For each simulation, write one line per `every` steps. Changes are summed over these steps."""
     changes = COLUMNS.index("measured")
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

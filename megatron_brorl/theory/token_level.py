@@ -124,19 +124,19 @@ def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
     half = draws.halves()
     sums = draws.sum_by_position
     steps = []
-    worths = []
+    covariances = []
     for h in (0, 1):
         in_half = (half == h).double()
         count = draws.sum_by_pair(in_half)
         earned = draws.sum_by_pair(in_half * draws.reward)
         drawn = sums(count)
         mean = (sums(earned) / drawn)[draws.pair_position]
-        worths.append((earned - count * mean) / (drawn - 1)[draws.pair_position])
+        covariances.append((earned - count * mean) / (drawn - 1)[draws.pair_position])
         # The surrogate does not move tokens that this half did not draw.
         weight = torch.where(count > 0, earned / count.clamp(min=1) - mean, 0.0)
         s_r = sums(weight * p)[draws.pair_position]
         steps.append(torch.where(count > 0, p * (weight - s_r), 0.0))
-    return sums(worths[0] * steps[1] + worths[1] * steps[0]) / 2
+    return sums(covariances[0] * steps[1] + covariances[1] * steps[0]) / 2
 
 
 def _squared_covariance(draws: _Draws, centred: Tensor, n: Tensor) -> Tensor:
@@ -148,12 +148,12 @@ def _squared_covariance(draws: _Draws, centred: Tensor, n: Tensor) -> Tensor:
     """
     sums = draws.sum_by_position
     count = draws.sum_by_pair(torch.ones_like(centred))
-    second = draws.sum_by_pair(centred.square())
-    # tr(K L) and the sums of K, L and K L follow from sums over tokens. The sum of L is that of -centred^2.
-    trace_kl = sums(draws.sum_by_pair(centred).square() - second)
-    minus_sum_l = sums(second)
+    square_sums = draws.sum_by_pair(centred.square())
+    # tr(K L) and the sums of K, L and K L follow from sums over tokens. The sum of L is minus that of centred^2.
+    trace_kl = sums(draws.sum_by_pair(centred).square() - square_sums)
+    minus_sum_l = sums(square_sums)
     sum_k = sums(count * (count - 1))
-    sum_kl = -sums((count - 1) * second)
+    sum_kl = -sums((count - 1) * square_sums)
     return (trace_kl - sum_k * minus_sum_l / ((n - 1) * (n - 2)) - 2 * sum_kl / (n - 2)) / (n * (n - 3))
 
 

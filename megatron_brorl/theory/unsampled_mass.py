@@ -92,15 +92,15 @@ def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> d
         largest_of_group = np.stack([unseen_weights(possible, n, n - sizes, order).max(-1) for order in (1, 2)])
         largest = np.maximum(largest, largest_of_group)
 
-    g = len(groups)
-    means = sums[:, 0] / g
-    low, high = weighted_counts(means, sums[:, 1] / g**2, largest[[0, 1, 1]] / g)
+    count = len(groups)
+    means = sums[:, 0] / count
+    low, high = weighted_counts(means, sums[:, 1] / count**2, largest[[0, 1, 1]] / count)
     columns = np.minimum(np.stack([means, low, high], axis=1), 1.0)  # [3, 3, H]; rounding may exceed 1
     return dict(zip(("unsampled_mass", "u_pos2", "u_neg2"), columns, strict=True))
 
 
 def unseen_weights(counts: Ints, n: int, sampled: Ints, order: int) -> Floats:
-    """Return the probability [H, K] that `order` random siblings of n have outcome k and none of m others has it.
+    """Return the probability [H, K] that `order` random siblings of n have outcome k and m other ones do not.
 
     counts [K] int64: siblings with each outcome; sampled [H] int64: the numbers m <= n - order.
     """
