@@ -20,7 +20,7 @@ from megatron_brorl.models.weights.names import adapter_entries
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
-BASE_WEIGHTS = "base_weights"  # key of a fingerprint's inputs: the SHA-256 of the base model's weight files
+BASE_WEIGHTS = "base_weights"  # key in fingerprint["inputs"] of the SHA-256 of the base model's weight files
 
 
 def write_peft(tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig, base: str, directory: Path) -> None:
@@ -85,6 +85,6 @@ class MergedCheckpoint:
         if f"{layer}.lora_A.weight" not in self._entry_of:
             return weight
         wide = torch.promote_types(weight.dtype, torch.float32)
-        pair = (self._entry_of[f"{layer}.lora_{factor}.weight"] for factor in "AB")
-        a, b = (self.adapters.read(entry)[0].to(wide) for entry in pair)
+        factor_entries = (self._entry_of[f"{layer}.lora_{factor}.weight"] for factor in "AB")
+        a, b = (self.adapters.read(entry)[0].to(wide) for entry in factor_entries)
         return (weight.to(wide) + self.lora.alpha / self.lora.rank * b @ a).to(weight.dtype)

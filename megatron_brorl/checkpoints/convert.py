@@ -35,10 +35,10 @@ from megatron_brorl.parallel import cpu_bridge, grid
 from megatron_brorl.parallel.packing import pack
 
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
-TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one, or absolute if that is below 1
-FLAGS = ("--tensor", "--pipeline")
+TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest logit, or absolute if that logit is below 1
+FLAGS = ("--tensor", "--pipeline")  # the options that an error about the layout names
 Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint | MergedCheckpoint
-Check = Callable[[Path], None]
+Check = Callable[[Path], None]  # called with the finished directory
 Report = Callable[[int, str], None]  # called with the number of tensors done and the name of the last
 
 
@@ -54,8 +54,8 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
 def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelShape, Path]:
     """Return a Megatron checkpoint, its shape, and the folder of config.json and tokenizer.
 
-    config: the latter folder; checkpoints of a run need it. It must hold the base model of adapters. Raises
-    UserError if the checkpoint is missing or damaged, or if it does not match the model of config.json.
+    config: that folder; needed for a checkpoint without hf/, such as a run's. For adapters, it holds the base model.
+    Raises UserError if the checkpoint is missing or damaged, or if it does not match the model of config.json.
     """
     for path in filter(None, (directory, config)):
         refuse_gguf(path)
@@ -64,8 +64,8 @@ def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelSh
     lora = adapters.saved_lora(directory)
     companions = config or directory / COMPANIONS
     if not config and not companions.is_dir():
-        why = "holds only adapters: give the directory of the base model"
-        why = why if lora else f"has no {COMPANIONS}/{CONFIG}: give a directory that has one"
+        only_adapters = "holds only adapters: give the directory of the base model"
+        why = only_adapters if lora else f"has no {COMPANIONS}/{CONFIG}: give a directory that has one"
         raise UserError(f"{directory}: {why} (--config)")
     shape = read_shape(companions, "--config")
     if (directory / folders.MANIFEST).is_file() and (problem := folders.find_damage(directory)):
@@ -154,8 +154,8 @@ def verify(
     """Return the largest difference of float32 logits between two checkpoints of either format.
 
     The library of each format computes its logits. One model is in memory at a time. Raises UserError if they differ by
-    more than TOLERANCE. target: the final name of `second`, for the message. merged: `first`, if it holds only
-    adapters, which the code of a run then merges.
+    more than TOLERANCE. target: the final name of `second`, for the message. merged: the checkpoint `first`, if it
+    holds only adapters. They are merged by the code that a run uses.
     """
     first_logits, second_logits = logits(first, shape, merged), logits(second, shape)
     gap = float((first_logits - second_logits).abs().max())
@@ -184,7 +184,7 @@ def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    return model(ids).logits[:, :-1].flatten(0, 1)
+    return model(ids).logits[:, :-1].flatten(0, 1)  # _megatron_logits has none for the last position of a row
 
 
 def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: MergedCheckpoint | None) -> Tensor:
@@ -217,7 +217,7 @@ def _merge(actor: Actor, dtype: torch.dtype) -> None:
         parameters[name].copy_(weight.to(dtype))
     for name, parameter in parameters.items():
         if name.endswith(".b"):
-            parameter.zero_()
+            parameter.zero_()  # With B = 0, the adapter adds nothing to the merged weight.
 
 
 def _bytes(source: Source, entries: list[WeightEntry]) -> int:

@@ -5,7 +5,7 @@
     checkpoints/best             the name of the best checkpoint; then a line with metric and value: pass_at_1 0.6125
 
 Any other file there belongs to the user. Megatron loads a checkpoint with a flipped byte without an error, hence the
-manifest. run.json repeats `best`, because a run may be killed between writing a checkpoint and writing `best`.
+manifest. run.json repeats the content of `best`, because a run may be killed after the checkpoint, but before `best`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def find_damage(directory: Path) -> str:
         return f"{MANIFEST} is not readable"
     for name, digest in manifest.items():
         if not (name.isprintable() and len(name) <= 255 and (directory / name).is_file()):
-            return f"{shown(name)[1:-1]} is missing"
+            return f"{shown(name)[1:-1]} is missing"  # without the quotes of shown()
         if sha256(directory / name) != digest:
             return f"{name} is damaged (its SHA-256 differs from the manifest)"
     return ""

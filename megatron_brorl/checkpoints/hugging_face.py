@@ -64,7 +64,7 @@ class Checkpoint:
                 raise UserError(f"{path}: not a readable safetensors file: {shown(e)}") from None
 
     def _split_experts(self, stored: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors in a stored tensor: one per expert and weight if it has a layer's experts.
+        """Return the shapes of the tensors in a stored tensor. The experts of a layer give one per expert and weight.
 
         transformers 5 writes [experts, 2 x ffn, hidden] and [experts, hidden, ffn] unless it converts them back.
         """
@@ -121,12 +121,12 @@ class Checkpoint:
     def dtype(self, entry: WeightEntry) -> torch.dtype:
         """Return the type of an entry's tensors, after `check`. Raises UserError if they differ."""
         types = {self.types[name] for name in entry.hf}
-        kinds = ", ".join(sorted(types))
         if len(types) > 1:
+            kinds = ", ".join(sorted(types))
             raise UserError(
                 f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must have the same"
             )
-        return TYPES[kinds]
+        return TYPES[types.pop()]
 
     def read(self, entry: WeightEntry) -> list[Tensor]:
         """Return the full tensors of an entry. Raises UserError if a shape differs from config.json's."""
@@ -210,7 +210,7 @@ def load(
                 for target in targets:
                     target.copy_(weight)
                     if keep:
-                        kept[local_names[id(target)]] = weight.to(target.device).contiguous()  # Megatron takes views
+                        kept[local_names[id(target)]] = weight.to(target.device).contiguous()  # Megatron calls view()
 
     if parameters:
         raise AssertionError(f"parameters without a Hugging Face name: {sorted(parameters)}")
@@ -223,20 +223,20 @@ def save(
     """Write a Hugging Face directory with config.json and tokenizer of `source`, and return whether weights differ.
 
     The files are written to a temporary directory, which is then renamed. tensors: named as in `source`. dtype:
-    torch's name of their type ("float32"), in which they are compared with those of `source`. card: the text of
-    README.md, which is not copied from `source`. Raises ValueError if a tensor is missing or unknown.
+    torch's name of the tensors' type ("float32"); the weights of `source` are converted to it and compared. card: the
+    text of README.md, which is not copied from `source`. Raises ValueError if a tensor is missing or unknown.
     """
     source = Path(source)
     target = Path(target)
     shapes = names.hf_shapes(read_shape(source))
-    before = Checkpoint(source)
+    original = Checkpoint(source)
     differs = False
 
     def compared() -> Iterator[tuple[str, Tensor]]:
         nonlocal differs
         for name, tensor in tensors:
-            if not differs and name in before.files:
-                differs = not before.tensor(name).to(tensor.dtype).equal(tensor.detach().cpu())
+            if not differs and name in original.files:
+                differs = not original.tensor(name).to(tensor.dtype).equal(tensor.detach().cpu())
             yield name, tensor
 
     with atomic_directory(target) as aside:
@@ -285,9 +285,9 @@ def add_generation_files(source: Path, target: Path) -> None:
     if generation is None:
         # A generation_config.json makes transformers ignore the BOS and padding ids in config.json.
         config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
-        known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-        special = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
-        generation = {key: value for key, value in special.items() if value is not None}
+        tokenizer_ids = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+        known_ids = {key: id if config.get(key) is None else config[key] for key, id in tokenizer_ids.items()}
+        generation = {key: id for key, id in known_ids.items() if id is not None}
     generation["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
     (target / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 

@@ -51,7 +51,7 @@ _MLP = ("linear_fc1", "linear_fc2")
 
 
 def parameter_entries(shape: ModelShape, pipeline: int = 1) -> list[WeightEntry]:
-    """Return every parameter under its name in a checkpoint, which is Transformer Engine's name for norms."""
+    """Return every parameter under its name in a checkpoint. Norms have the names that Transformer Engine uses."""
     return names.entries(shape, pipeline, te_names=True)
 
 
@@ -69,7 +69,7 @@ def write(
     tensors in Hugging Face shapes. Yields every entry when it is written; the checkpoint is complete at the end. Raises
     UserError if layers differ in type.
     """
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}  # metadata by key
     results: list[WriteResult] = []
     with ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
@@ -158,7 +158,7 @@ def _global_shape(entry: WeightEntry, shape: ModelShape, tensor: int) -> tuple[i
 def _chunks(
     entry: WeightEntry, full: list[Tensor], shape: ModelShape, rank: int, size: int
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield the offsets and data of one tensor-parallel rank's chunks; gate and up are separate chunks."""
+    """Yield the offsets and data of the chunks of one of `size` tensor-parallel ranks; gate and up are two chunks."""
     _, place = _key(entry)
     local = to_local(entry, full, shape.kv_heads, rank, size)
     pieces = local.chunk(2) if entry.layout == "gate_up" else (local,)
@@ -205,7 +205,7 @@ class MegatronCheckpoint:
         if key not in self._tensors:
             raise UserError(f"{self.directory}: {key} of config.json's model is missing")
         shape = tuple(self._tensors[key].size)
-        expected = _global_shape(entry, self.shape, 1)
+        expected = _global_shape(entry, self.shape, tensor=1)
         padded = entry.layout == "vocab" and shape[0] >= expected[0] and shape[1:] == expected[1:]
         if shape != expected and not padded:
             raise UserError(

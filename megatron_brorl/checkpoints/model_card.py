@@ -22,7 +22,7 @@ _TEMPLATE = """---
 {{ card_data }}
 ---
 
-# {{ t.run }}
+# {{ training.run }}
 
 {% macro table(rows) -%}
 {% for row in rows -%}
@@ -80,7 +80,7 @@ class InitialModel:
         licence = {key: card[key] for key in _LICENCE_KEYS if isinstance(card.get(key), str)}
         folder = Path(path).absolute()
         folder = folder.parent if folder.name == "model" else folder  # run.dir/model is named after the run
-        return cls(path if path == hub else folder.name, hub, licence if "license" in licence else {})
+        return cls(name=path if path == hub else folder.name, hub=hub, licence=licence if "license" in licence else {})
 
 
 @dataclass(frozen=True)
@@ -96,35 +96,36 @@ class TrainingFacts:
     tasks: Sequence[str] = ()  # tasks that generated prompts
     verifiers: Sequence[str] = ()
     began: float = 0.0  # Unix time, or 0
-    before: Mapping[str, Any] | None = None  # evaluations of the held-out prompts, as in summary.json
-    after: Mapping[str, Any] | None = None
+    before: Mapping[str, Any] | None = None  # evaluation of the held-out prompts before training, as in summary.json
+    after: Mapping[str, Any] | None = None  # the same after training
 
 
-def model_card(t: TrainingFacts) -> str:
+def model_card(training: TrainingFacts) -> str:
     """Return the text of README.md."""
     from huggingface_hub import ModelCard, ModelCardData  # slow to import
 
-    licence: dict[str, Any] = dict(t.base.licence) or {"license": "other"}
+    licence: dict[str, Any] = dict(training.base.licence) or {"license": "other"}
     data = ModelCardData(
-        base_model=t.base.hub or None,
+        base_model=training.base.hub or None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["megatron-brorl", t.tag],
+        tags=["megatron-brorl", training.tag],
         **licence,
     )
-    began = [("began", time.strftime("%Y-%m-%d (UTC)", time.gmtime(t.began)))] if t.began else []
-    trained_by = ("trained by", f"megatron-brorl {__version__}, {t.how}")
-    measured = t.after or t.before
+    began = [("began", time.strftime("%Y-%m-%d (UTC)", time.gmtime(training.began)))] if training.began else []
+    trained_by = ("trained by", f"megatron-brorl {__version__}, {training.how}")
+    measured = training.after or training.before
+    files = [(_code(name), f"`{key}`", f"{rows:,}") for key, name, rows in training.files]
     card = ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
-        t=t,
-        facts=[("", ""), trained_by, *began, ("base model", _code(t.base.name)), *t.sizes],
-        files=t.files and [("file", "key", "rows"), *((_code(n), f"`{key}`", f"{r:,}") for key, n, r in t.files)],
-        tasks=[_code(name) for name in t.tasks],
-        verifiers=[_code(name) for name in t.verifiers],
+        training=training,
+        facts=[("", ""), trained_by, *began, ("base model", _code(training.base.name)), *training.sizes],
+        files=files and [("file", "key", "rows"), *files],
+        tasks=[_code(name) for name in training.tasks],
+        verifiers=[_code(name) for name in training.verifiers],
         evaluated=measured and f"{measured['prompts']:,} held-out prompts, {measured['samples']} samples each",
-        metrics=measured and _metrics(t.before, t.after),
+        metrics=measured and _metrics(training.before, training.after),
     )
     return str(card)
 

@@ -100,7 +100,7 @@ def _distributed_state(optimizer: Any, model_state: dict[str, Any], prefix: str,
     state: dict[str, Any] = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_FORMAT)
 
     # Megatron leaves the padding between parameters uninitialised, but equal states must give equal files.
-    for part in _of_parts(optimizer, state):
+    for part in _part_states(optimizer, state):
         for element in _elements(part["param_state"]):
             padding = element["padding"]
             if padding.unwrap() if isinstance(padding, LocalNonpersistentObject) else padding:
@@ -118,7 +118,7 @@ def _restore_distributed(optimizer: Any, state: dict[str, Any], directory: Path)
     """
     # torch's Adam counts steps per parameter. Megatron stores one count with the parameter groups, but would then
     # overwrite it with the count that the optimizer had before loading.
-    for part in _of_parts(optimizer, state):
+    for part in _part_states(optimizer, state):
         step = part["optimizer"]["param_groups"][0].get("step")
         for element in _elements(part["param_state"]):
             if "step" in element:
@@ -152,19 +152,19 @@ def initialise(optimizer: Any) -> None:
                 values.setdefault("step", torch.zeros((), dtype=torch.float32))
 
 
-def _of_parts(optimizer: Any, state: dict[Any, Any]) -> list[dict[str, Any]]:
+def _part_states(optimizer: Any, state: dict[Any, Any]) -> list[dict[str, Any]]:
     """Return the state of each optimizer in a chain, from the state of the chain."""
     return [state] if len(optimizer.chained_optimizers) == 1 else list(state.values())
 
 
-def _of_torch(state: dict[str, Any]) -> dict[str, Any]:
+def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of torch's optimizer in the state of Megatron's, which may also have float32 masters."""
     return state.get("optimizer", state)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
     """Return the sharded state of an optimizer without its settings and its step count."""
-    inner = _of_torch(state)
+    inner = _torch_state(state)
     del inner["param_groups"]
     inner["state"].pop("common_step", None)
     return state
@@ -172,13 +172,13 @@ def _tensors(state: dict[str, Any]) -> dict[str, Any]:
 
 def _complete(state: dict[str, Any], optimizer: Any, first: dict[str, Any]) -> dict[str, Any]:
     """Return the result of `_tensors` with the optimizer's settings and the step count in the state `first`."""
-    inner, shared = _of_torch(state), _of_torch(first)
+    inner, shared = _torch_state(state), _torch_state(first)
     inner["param_groups"] = optimizer.optimizer.state_dict()["param_groups"]
     # Megatron stores the step count of torch's Adam once. Transformer Engine's Adam has one in each group.
     if "common_step" in shared["state"]:
         inner["state"]["common_step"] = shared["state"]["common_step"]
     for group in inner["param_groups"]:
-        group |= {key: x for key, x in shared["param_groups"][0].items() if key == "step"}
+        group |= {key: value for key, value in shared["param_groups"][0].items() if key == "step"}
     return state
 
 

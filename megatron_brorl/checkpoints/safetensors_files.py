@@ -33,9 +33,9 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
         max_shard_size=MAX_SHARD_BYTES,
     )
     missing = dict.fromkeys(layout)  # an ordered set
-    places: dict[str, int] = {}
+    positions: dict[str, int] = {}  # of the first byte of a tensor in its file, by tensor name
     for file, names in split.filename_to_tensors.items():
-        places |= _create(directory / file, {name: layout[name] for name in names})
+        positions |= _create(directory / file, {name: layout[name] for name in names})
     for name, tensor in tensors:
         if name not in missing:
             raise ValueError(f"export: {name} is {'sent twice' if name in layout else 'unknown'}")
@@ -44,7 +44,7 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
         del missing[name]
 
         with (directory / split.tensor_to_filename[name]).open("r+b") as f:
-            f.seek(places[name])
+            f.seek(positions[name])
             f.write(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
 
     if missing:
@@ -55,14 +55,15 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
 
 
 def _create(path: Path, layout: Layout) -> dict[str, int]:
-    """Write the header of a file and return the place of each tensor.
+    """Write the header of a file and return the position of each tensor's first byte.
 
     The format is the length of the header, the header in JSON, and the tensors without gaps.
     """
     names = {dtype: name for name, dtype in TYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, (shape, dtype) in sorted(layout.items(), key=lambda item: -item[1][1].itemsize):  # widest first: aligned
+    # The widest types come first, so every tensor is aligned.
+    for name, (shape, dtype) in sorted(layout.items(), key=lambda item: -item[1][1].itemsize):
         end = offset + _bytes((shape, dtype))
         header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": (offset, end)}
         offset = end

@@ -67,7 +67,7 @@ class Save:
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write and verify this rank's files, and on rank 0 put the checkpoint in place; a collective.
 
-        Disk errors are kept for `raise_if_failed`. group: of all ranks; the run's own only if the run waits.
+        Disk errors are kept for `raise_if_failed`. group: has all ranks. None is for a run that waits for the write.
         """
         digests: dict[str, str] = {}
         results: list[Any] = []
@@ -199,7 +199,7 @@ class BackgroundSaver:
         return bool(collectives.all_reduce_max({"writes": float(writes)})["writes"])
 
     def wait(self) -> Save | None:
-        """Wait for the current save, if there is one, and return it; a collective. Raises as Save.raise_if_failed."""
+        """Wait for the current save, if there is one, and return it; a collective. Raises NotWritten if it failed."""
         if self._save is None:
             return None
         self._thread.join()
@@ -214,7 +214,8 @@ class BackgroundSaver:
         if self._save is None:
             return
         self._thread.join()
-        if error := self._save.error or " ".join(str(self._error or "").split()):
+        error = self._save.error or " ".join(str(self._error or "").split())
+        if error:
             warn(f"warning: {self._save.target}: cannot be written: {error}")
         self._save = None
 
@@ -251,8 +252,7 @@ def find(root: Path) -> Path | None:
         return None
 
     # A crash after the folder was renamed leaves a complete checkpoint that is newer than the pointer.
-    newest = max(steps)
-    directory = root / folders.name_of(newest)
+    directory = root / folders.name_of(max(steps))
     if not directory.is_dir():
         raise UserError(f"{directory}: is missing; delete {pointer} to continue from an older checkpoint")
     if problem := folders.find_damage(directory):
@@ -283,8 +283,8 @@ def load(directory: Path, models: Sequence[ModelState]) -> None:
         except (CheckpointException, CheckpointingException, pickle.UnpicklingError, EOFError) as e:
             # torch's message has a traceback per rank, which ends with the reason.
             reason = str(e).rstrip().rpartition("\n")[2]
-            number = re.search(r"\[Errno (\d+)\]", reason)
-            disk_failed = number and int(number[1]) != errno.ENOENT
+            errno_match = re.search(r"\[Errno (\d+)\]", reason)
+            disk_failed = errno_match and int(errno_match[1]) != errno.ENOENT
             remedy = "fix that and run the command again" if disk_failed else "the checkpoint is damaged: delete it"
             raise UserError(f"{directory}: {reason}; {remedy}") from None
         finally:

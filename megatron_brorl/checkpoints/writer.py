@@ -1,7 +1,7 @@
 """Write Megatron's distributed format in two stages: planning uses collectives, writing accesses only the disk.
 
 The second stage may run in another thread, on a copy of the state. Megatron's own writer forks a process per file and
-waits forever if a process is killed. If one rank fails between two of its collectives, the other ranks wait forever.
+waits forever if a process is killed. If one rank fails between two collectives of that writer, the others wait forever.
 Every file is synced, read back and compared with the bytes written, by SHA-256.
 """
 
@@ -112,7 +112,7 @@ class _Planned(filesystem_async.FileSystemWriterAsync):
         for items in filesystem_async._split_by_size_and_type(_FILES, plan.items):
             data = [(item, planner.resolve_data(item)) for item in items]
             objects = [pair for pair in data if pair[0].type == WriteItemType.BYTE_IO]
-            tensors = [(i, prepare(cast(Tensor, x))) for i, x in data if i.type != WriteItemType.BYTE_IO]
+            tensors = [(item, prepare(cast(Tensor, x))) for item, x in data if item.type != WriteItemType.BYTE_IO]
             if objects or tensors:
                 self.files.append([*objects, *tensors])
         if self.copy:
@@ -129,11 +129,11 @@ class Shards:
 
     def write(self, directory: Path) -> tuple[dict[str, str], list[Any]]:
         """Write this rank's files, and return their SHA-256 by name and the results for `index`. Raises OSError."""
-        planned, self._planned.files = self._planned.files, []
-        names = [f"{self._planned.prefix}{number}.distcp" for number in range(len(planned))]
+        items_by_file, self._planned.files = self._planned.files, []  # lets the tensors be freed after writing
+        names = [f"{self._planned.prefix}{number}.distcp" for number in range(len(items_by_file))]
         write = functools.partial(_write, [self._planned.transforms], directory)
-        with ThreadPoolExecutor(max(1, len(planned))) as threads:
-            written = list(threads.map(write, names, planned))
+        with ThreadPoolExecutor(max(1, len(items_by_file))) as threads:
+            written = list(threads.map(write, names, items_by_file))
         digests = {name: digest for name, (digest, _) in zip(names, written, strict=True)}
         return digests, [result for _, results in written for result in results]
 
@@ -142,7 +142,7 @@ class Shards:
         assert self._metadata is not None
         self._metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         self._metadata.storage_meta = StorageMeta(checkpoint_id=self._planned.name, save_id=self._planned.name)
-        config = CheckpointingConfig("torch_dist", 1)
+        config = CheckpointingConfig(sharded_backend="torch_dist", sharded_backend_version=1)
         return {
             COMMON_STATE_FNAME: self._common,
             CONFIG_FNAME: json.dumps(asdict(config)).encode(),
@@ -156,7 +156,7 @@ def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
     states: Megatron's sharded states. name: of the checkpoint. copy: copy the tensors to host memory, because they will
     change before they are written.
     """
-    # As megatron.core.dist_checkpointing.save does before it writes.
+    # megatron.core.dist_checkpointing.save takes the same steps before it writes.
     sharded, common = save_preprocess(states)
     by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     tensors = torch_strategy.mcore_to_pyt_state_dict(by_key, is_loading=False)

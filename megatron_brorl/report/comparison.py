@@ -22,12 +22,12 @@ from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, 
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 Key = tuple[str, str]  # benchmark, id of the prompt
 _RESAMPLES = 10_000  # of the bootstrap
-# Label, key of the paired test, format, and bounds of a value and of a difference.
-_METRICS = {
-    "pass_at_1": ("pass@1", "paired", ".2%", SHARE, SHARES),
-    "mean_reward": ("mean reward", "paired_reward", ".4g", None, None),
+# test: key of the paired test in a comparison. bounds, gap_bounds: of a value, and of a difference of two values.
+_METRICS: dict[str, dict[str, Any]] = {
+    "pass_at_1": {"label": "pass@1", "test": "paired", "form": ".2%", "bounds": SHARE, "gap_bounds": SHARES},
+    "mean_reward": {"label": "mean reward", "test": "paired_reward", "form": ".4g", "bounds": None, "gap_bounds": None},
 }
-_KEYS = ("samples", "right", "tokens")  # in every line of an evaluation.jsonl
+_KEYS = ("samples", "right", "tokens")  # required in every line of an evaluation.jsonl
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -44,15 +44,15 @@ def evaluation_markdown(result: Mapping[str, Any]) -> str:
     rows = [[*head, *(f"pass@{k}" for k in ks), "response tokens"]]
     for name, part in parts.items():
         counts = [", ".join(part["verifiers"]), str(part["prompts"]), str(part["samples"])]
-        wide = [_percent(part["pass_at_k"].get(k)) for k in ks]
-        rows.append([name, *counts, *_intervals(part), *wide, f"{part['response_tokens']:.1f}"])
+        pass_at_ks = [_percent(part["pass_at_k"].get(k)) for k in ks]
+        rows.append([name, *counts, *_intervals(part), *pass_at_ks, f"{part['response_tokens']:.1f}"])
     if len(parts) > 1:
         # The mean gives every benchmark the same weight, regardless of its number of prompts.
-        wide = [_percent(_mean([x["pass_at_k"].get(k) for x in parts.values()])) for k in ks]
+        pass_at_ks = [_percent(_mean([x["pass_at_k"].get(k) for x in parts.values()])) for k in ks]
         tokens = _mean([x["response_tokens"] for x in parts.values()])
         counts = ["", str(result["prompts"]), str(result["samples"])]
         means = _intervals(result["mean_of_benchmarks"])
-        rows.append(["mean of benchmarks", *counts, *means, *wide, f"{tokens:.1f}"])
+        rows.append(["mean of benchmarks", *counts, *means, *pass_at_ks, f"{tokens:.1f}"])
     tasks = [[name, _accuracy(p)] for name, p in result["by_task"].items()]
     return table(rows) + "\n" + table([["task", "pass@1 (95% interval)"], *tasks])
 
@@ -65,9 +65,9 @@ def evaluation_figure(result: Mapping[str, Any]) -> Figure:
     panel(curve, "At least one of k right", "pass@k", "k")
     panel(tokens, "Response length", "mean length (tokens)", "benchmark")
     for place, (name, part) in enumerate(parts.items()):
-        p = part["pass_at_1"]
+        accuracy = part["pass_at_1"]
         color = COLORS[place % len(COLORS)]
-        score.bar(place, p["mean"], color=color, yerr=_error(p), capsize=4)
+        score.bar(place, accuracy["mean"], color=color, yerr=_error(accuracy), capsize=4)
         tokens.bar(place, part["response_tokens"], color=color)
         ks = [int(k) for k in part["pass_at_k"]]
         curve.plot(ks, list(part["pass_at_k"].values()), color=color, marker="o", label=name)
@@ -82,7 +82,7 @@ def evaluation_figure(result: Mapping[str, Any]) -> Figure:
 
 
 def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
-    """Return the lines of an evaluation.jsonl by prompt. Raises UserError if the file is not one."""
+    """Return the lines of an evaluation.jsonl by prompt. Raises UserError if it is not such a file."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         answers = {(row["benchmark"], row["id"]): row | {key: row[key] for key in _KEYS} for row in rows}
@@ -100,15 +100,15 @@ def compare(
 ) -> dict[str, Any]:
     """Compare two evaluations, over all prompts and per benchmark. Raises UserError unless the prompts are the same.
 
-    Mean rewards are included if they differ from pass@1.
+    name, other: names of the two evaluations. Mean rewards are included if they differ from pass@1.
     """
-    single = sorted(before.keys() ^ after.keys())
-    if single:
-        benchmark, prompt = single[0]
-        where = name if single[0] in before else other
+    unpaired = sorted(before.keys() ^ after.keys())
+    if unpaired:
+        benchmark, prompt = unpaired[0]
+        where = name if unpaired[0] in before else other
         raise UserError(
-            f"{name} and {other}: {len(single)} prompts are only in one of them, for example {prompt!r} of {benchmark} "
-            f"in {where}; evaluate both on the same files"
+            f"{name} and {other}: {len(unpaired)} prompts are only in one of them, for example {prompt!r} of "
+            f"{benchmark} in {where}; evaluate both on the same files"
         )
     keys = sorted(before)  # The order makes the bootstrap independent of the order of lines.
     if len(keys) < 2:
@@ -134,47 +134,47 @@ def _compared(
     result: dict[str, Any] = {"prompts": len(keys)}
     scores = {m: [[_score(answers[k], m) for k in keys] for answers in (before, after)] for m in metrics}
     for i, (side, answers) in enumerate((("before", before), ("after", after))):
-        wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], max_k) for k in keys]))
+        pass_at_max = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], max_k) for k in keys]))
+        means = {m: bootstrap_mean(x[i], _RESAMPLES, seed=0, bounds=_METRICS[m]["bounds"]) for m, x in scores.items()}
         result[side] = {
-            **{m: bootstrap_mean(x[i], _RESAMPLES, seed=0, bounds=_METRICS[m][3]).as_dict() for m, x in scores.items()},
-            "pass_at_k": {"1": float(np.mean(scores["pass_at_1"][i])), str(max_k): wide},
+            **{m: mean.as_dict() for m, mean in means.items()},
+            "pass_at_k": {"1": float(np.mean(scores["pass_at_1"][i])), str(max_k): pass_at_max},
             "response_tokens": float(np.mean([answers[k]["tokens"] for k in keys])),
         }
     result["lost"] = sum(before[k]["right"] > 0 and after[k]["right"] == 0 for k in keys)
     result["gained"] = sum(after[k]["right"] > 0 and before[k]["right"] == 0 for k in keys)
     if len(keys) > 1:  # A single difference has no spread.
         for m, (a, b) in scores.items():
-            result[_METRICS[m][1]] = asdict(paired(a, b, _RESAMPLES, seed=0, bounds=_METRICS[m][4]))
+            result[_METRICS[m]["test"]] = asdict(paired(a, b, _RESAMPLES, seed=0, bounds=_METRICS[m]["gap_bounds"]))
     return result
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """Return a table of scores and tokens per benchmark, and the result of the paired test over all prompts."""
     widest_k, _ = widest(result["all"]["before"]["pass_at_k"]) or (None, None)  # None if each prompt has one sample
-    wide = [f"{side} pass@{widest_k}" for side in "AB"] if widest_k else []
+    pass_at_k_head = [f"{side} pass@{widest_k}" for side in "AB"] if widest_k else []
     metrics = [metric for metric in _METRICS if metric in result["all"]["before"]]
-    labels = [_METRICS[metric][0] for metric in metrics]
+    labels = [_METRICS[metric]["label"] for metric in metrics]
     head = [cell for label in labels for cell in (f"A {label}", f"B {label}", "B - A (95% interval)")]
-    rows = [["benchmark", "prompts", *head, *wide, "A tokens", "B tokens", "p (B > A)"]]
+    rows = [["benchmark", "prompts", *head, *pass_at_k_head, "A tokens", "B tokens", "p (B > A)"]]
     for name, part in [*result["benchmarks"].items(), ("all prompts", result["all"])]:
-        a = part["before"]
-        b = part["after"]
+        sides = (part["before"], part["after"])
         test = part.get("paired")
         rows.append(
             [
                 name,
                 str(part["prompts"]),
                 *(cell for metric in metrics for cell in _change(part, metric)),
-                *(f"{x['pass_at_k'][str(widest_k)]:.2%}" for x in (a, b) if widest_k),
-                *(f"{x['response_tokens']:.1f}" for x in (a, b)),
+                *(f"{side['pass_at_k'][str(widest_k)]:.2%}" for side in sides if widest_k),
+                *(f"{side['response_tokens']:.1f}" for side in sides),
                 f"{test['one_tailed']:.2g}" if test else "-",
             ]
         )
-    t = result["all"]["paired"]
+    test = result["all"]["paired"]
     test_text = (
-        f"Paired t-test over {result['all']['prompts']} prompts: mean difference {t['difference']['mean']:+.4f}, "
-        f"t = {t['t']:.2f} with {t['degrees']} degrees of freedom, one-tailed p = {t['one_tailed']:.2g}, "
-        f"two-tailed p = {t['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
+        f"Paired t-test over {result['all']['prompts']} prompts: mean difference {test['difference']['mean']:+.4f}, "
+        f"t = {test['t']:.2f} with {test['degrees']} degrees of freedom, one-tailed p = {test['one_tailed']:.2g}, "
+        f"two-tailed p = {test['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
     )
     if "mean_reward" in metrics:
         means = {side: result["all"][side]["mean_reward"]["mean"] for side in ("before", "after")}
@@ -195,7 +195,7 @@ def _score(answer: Mapping[str, Any], metric: str) -> float:
 
 def _change(part: Mapping[str, Any], metric: str) -> list[str]:
     """Return the means of A and B, and their difference with its interval if there are several prompts."""
-    _, test, form, *_ = _METRICS[metric]
+    test, form = _METRICS[metric]["test"], _METRICS[metric]["form"]
     a, b = (part[side][metric]["mean"] for side in ("before", "after"))
     difference = part[test]["difference"] if test in part else None
     interval = f" ({difference['low']:+{form}} to {difference['high']:+{form}})" if difference else ""
@@ -215,17 +215,17 @@ def comparison_figure(result: Mapping[str, Any]) -> Figure:
     for place, part in enumerate(parts.values()):
         ends = []
         for side, name, color, shift in (("before", "A", ORANGE, -0.2), ("after", "B", BLUE, 0.2)):
-            p = part[side]["pass_at_1"]["mean"]
-            score.bar(place + shift, p, 0.4, color=color, label=None if place else name)
-            tokens.plot(part[side]["response_tokens"], p, "o", color=color)
-            ends.append((part[side]["response_tokens"], p))
+            accuracy = part[side]["pass_at_1"]["mean"]
+            score.bar(place + shift, accuracy, width=0.4, color=color, label=None if place else name)
+            tokens.plot(part[side]["response_tokens"], accuracy, "o", color=color)
+            ends.append((part[side]["response_tokens"], accuracy))
             for reward in rewards:
-                r = part[side]["mean_reward"]
-                reward.errorbar(place + shift / 2, r["mean"], yerr=_error(r), color=color, marker="o", capsize=4)
-        tokens.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "->", "color": GREY})
+                m = part[side]["mean_reward"]
+                reward.errorbar(place + shift / 2, m["mean"], yerr=_error(m), color=color, marker="o", capsize=4)
+        tokens.annotate("", xy=ends[1], xytext=ends[0], arrowprops={"arrowstyle": "->", "color": GREY})
         if "paired" in part:
-            d = part["paired"]["difference"]
-            gap.errorbar(place, d["mean"], yerr=_error(d), color=BLUE, marker="o", capsize=4)
+            difference = part["paired"]["difference"]
+            gap.errorbar(place, difference["mean"], yerr=_error(difference), color=BLUE, marker="o", capsize=4)
     gap.axhline(0, color=GREY, linestyle="--", linewidth=1)
     for axes in (score, gap, *rewards):
         _name_places(axes, list(parts))

@@ -186,11 +186,11 @@ def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
     """Return all evaluations in order, from recorded rollouts if possible, else from metrics.jsonl and summary.json."""
     by_steps = {e.steps: e for e in _from_summaries(run)}
     for moment in run.of_kind("evaluation"):
-        times: Counter[str] = Counter()
+        seen: Counter[str] = Counter()
         prompts = {}
         for g in run.groups(moment).to_pylist():
-            key = g["prompt_id"], times[g["prompt_id"]]
-            times[g["prompt_id"]] += 1
+            key = g["prompt_id"], seen[g["prompt_id"]]
+            seen[g["prompt_id"]] += 1
             if g["rollouts"]:
                 prompts[key] = PromptSamples(g["right"], g["rollouts"], g["task"] or "", g["reward"], g["distinct"])
         if prompts:
@@ -199,7 +199,7 @@ def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
 
 
 def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]) -> RecordedEvaluation:
-    """Aggregate the samples of an evaluation as train.evaluate does."""
+    """Return pass@k, pass@1 by task and the mean reward of these samples, with bootstrap intervals over prompts."""
     seed = _seed(run)
     samples = list(prompts.values())
     values_by_k = pass_at_each_k([(a.samples, a.right) for a in samples])
@@ -221,7 +221,7 @@ def _from_summaries(run: RecordedRun) -> list[RecordedEvaluation]:
     for row in run.rows:
         if row.get("pass_at_1") is not None:
             names = {key.removeprefix("pass_at_"): v for key, v in row.items() if v is not None}
-            passes = {int(k): {"mean": v} for k, v in names.items() if k.isdigit()}
+            passes = {int(k): {"mean": v} for k, v in names.items() if k.isdigit()}  # of the keys pass_at_{k}
             passes[1] = _interval(row, "pass_at_1")
             summaries.append((row["step"] + 1, passes, {}, _interval(row, "held_out_reward")))
     for name, steps in (("before", 0), ("after", run.steps)):
@@ -272,7 +272,7 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
             one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
             passes.append({"k": k, **_paired(one, two, seed, SHARES)})
     first, last = ([side[key].reward for key in keys] for side in (a, b))
-    same = all(a[key].samples == b[key].samples for key in keys)
+    same_counts = all(a[key].samples == b[key].samples for key in keys)
     tasks = []
     for task in sorted({b[key].task for key in keys}):
         one, two = ([side[key].right / side[key].samples for key in keys if b[key].task == task] for side in (a, b))
@@ -291,7 +291,7 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
         "samples": samples,
         "passes": passes,
         "reward": _paired(first, last, seed) if before.reward or after.reward else None,
-        "distinct": [sum(side[key].distinct for key in keys) / len(keys) for side in (a, b)] if same else None,
+        "distinct": [sum(side[key].distinct for key in keys) / len(keys) for side in (a, b)] if same_counts else None,
         "tasks": tasks,
         "solved": moved(a, b),
         "lost": moved(b, a),
@@ -324,7 +324,7 @@ def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> li
                 "rollouts": sum(_number(row, "rollouts") for row in earlier),
                 "kept": sum(_kept(row) for row in earlier),
                 "passes": [{"k": k, **e.passes[k]} for k in sorted(e.passes)],
-                "reward": e.reward or e.passes[1] if any(other.reward for other in evaluated) else None,
+                "reward": (e.reward or e.passes[1]) if any(other.reward for other in evaluated) else None,
             }
         )
     return rows
@@ -335,7 +335,7 @@ def first_reached(xs: Sequence[float], ys: Sequence[float], target: float) -> fl
     end = next((i for i, y in enumerate(ys) if y >= target), None)
     if end is None:
         return None
-    around = slice(max(end - 1, 0), end + 1)
+    around = slice(max(end - 1, 0), end + 1)  # the points before and after the crossing
     return float(np.interp(target, ys[around], xs[around]))
 
 
@@ -365,17 +365,18 @@ def generation(run: RecordedRun) -> dict[str, Any] | None:
     prompt_hits: share of prompt tokens that the engine found in its cache, averaged over rollouts.
     """
     rollouts = sum(_number(row, "rollouts") for row in run.rows)
-    seconds, whole = (sum(_time(row, name) for row in run.rows) for name in ("generate", "step"))
-    if not (rollouts and seconds and whole):
+    generate_s, step_s = (sum(_time(row, name) for row in run.rows) for name in ("generate", "step"))
+    if not (rollouts and generate_s and step_s):
         return None
+    tokens = sum(_number(row, "rollouts") * _number(row, "response_tokens") for row in run.rows)
     shares = [(_number(row, "rollouts"), (row.get("time") or {}).get("kv_cache/prompt_hits")) for row in run.rows]
     hits = [(n, x) for n, x in shares if n and x is not None]
     return {
-        "rollouts_per_s": rollouts / seconds,
-        "tokens_per_s": sum(_number(row, "rollouts") * _number(row, "response_tokens") for row in run.rows) / seconds,
-        "share_of_step": seconds / whole,
-        "end_to_end_per_s": rollouts / whole,
-        "kept_per_s": sum(map(_kept, run.rows)) / whole,
+        "rollouts_per_s": rollouts / generate_s,
+        "tokens_per_s": tokens / generate_s,
+        "share_of_step": generate_s / step_s,
+        "end_to_end_per_s": rollouts / step_s,
+        "kept_per_s": sum(map(_kept, run.rows)) / step_s,
         "prompt_hits": sum(n * x for n, x in hits) / sum(n for n, _ in hits) if hits else None,
     }
 
@@ -463,7 +464,7 @@ def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
 
 def _tenth(right: int, n: int) -> int:
     """Return the index in TENTHS. A share on a bound belongs to the tenth above it."""
-    return 0 if not right else len(TENTHS) - 1 if right == n else 1 + 10 * right // n
+    return 0 if not right else len(TENTHS) - 1 if right == n else 1 + (10 * right) // n
 
 
 def _flat(row: Row) -> dict[str, Any]:

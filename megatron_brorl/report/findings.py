@@ -57,8 +57,8 @@ def findings(
         sentences["got worse"] = sentence
 
     solved = any(e and e["pass_at_1"]["mean"] for e in (before, after))
-    wrong = set() if config.reward.group_function else {row.get("all_wrong_share") for row in rows} - {None}
-    if wrong == {1} and not (cause or solved) and any(row.get("reward_std") for row in rows):
+    all_wrong = set() if config.reward.group_function else {row.get("all_wrong_share") for row in rows} - {None}
+    if all_wrong == {1} and not (cause or solved) and any(row.get("reward_std") for row in rows):
         sentences["never correct"] = (
             f"no reward of the run reached reward.correct_at = {config.reward.correct_at:g} (mean "
             f"{_number(_mean(rows, 'reward') or 0.0)}), so pass@k is 0 and only mean rewards show progress: set "

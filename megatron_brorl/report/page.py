@@ -50,7 +50,7 @@ def page(folders: Sequence[Path], megabytes: float = MAX_MB) -> str:
     data, runs = content(folders)
     data |= {"version": __version__, "megabytes": megabytes}
     if len(runs) == 1:
-        room = int(1e6 * megabytes) - len(render(data).encode()) - 2000
+        room = int(1e6 * megabytes) - len(render(data).encode()) - 2000  # reserve for the rest of "rollouts"
         changed = data["runs"][0]["change"]
         moved = {row["id"] for row in (*changed["solved"], *changed["lost"])} if changed else set()
         data["rollouts"] = embed(runs[0], moved, max(room, 0))
@@ -84,8 +84,8 @@ def policy(scripts: Sequence[str]) -> str:
 def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
     """Return the rollouts that the page shows, in at most `room` bytes. The most informative ones come first.
 
-    moved: ids of prompts that were newly solved or lost. moments: kind, number and list, the chunk with its prompts.
-    where: chunk by moment (its place) and group. held, recorded: counts of groups and rollouts.
+    moved: ids of prompts that were newly solved or lost. Result: moments: kind, number and the chunk with the list of
+    prompts. where: chunk by index of the moment and group. held, recorded: counts of groups and rollouts.
     """
     chunks = _Chunks(room)
     listed = []
@@ -97,7 +97,7 @@ def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
         rows = run.groups(moment).to_pylist()
         excerpts = _excerpts([g["prompt"] for g in rows], run.key("data", "template", ""))
         shown = [{key: g[key] for key in _GROUP_KEYS} | {"excerpt": e} for g, e in zip(rows, excerpts, strict=True)]
-        number = chunks.add(shown, room=int(LISTS_SHARE * room) - (room - chunks.left))  # left for lists
+        number = chunks.add(shown, room=int(LISTS_SHARE * room) - (room - chunks.left))  # the rest of their share
         if number is None:
             break
         tables[moment] = rows
@@ -145,10 +145,9 @@ class _Chunks:
 
 def _units(run: RecordedRun, tables: Mapping[LogEntry, list[Row]], moved: set[str]) -> Iterator[Unit]:
     """Yield the groups of newly solved or lost prompts, then all groups by moment."""
-    evaluations = [m for m in tables if m.kind == "evaluation"]
-    passes = [(m, True) for m in evaluations[:2]] if moved else []
+    moved_first = [(m, True) for m in tables if m.kind == "evaluation"][:2] if moved else []
     yielded: set[tuple[LogEntry, int]] = set()
-    for moment, only_moved in [*passes, *((m, False) for m in tables)]:
+    for moment, only_moved in [*moved_first, *((m, False) for m in tables)]:
         selected = [g for g in tables[moment] if g["recorded"] and (moment, g["group"]) not in yielded]
         if only_moved:
             selected = [g for g in selected if g["prompt_id"] in moved]

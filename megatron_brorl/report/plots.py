@@ -38,7 +38,7 @@ _MAX_MARKERS = 40  # Longer curves have a running mean instead of markers.
 
 Floats = npt.NDArray[np.float64]
 Row = Mapping[str, Any]
-_Runs = dict[int, list[Curves]]  # N -> its seeds
+_Runs = dict[int, list[Curves]]  # N -> curves of its seeds
 
 
 def figure_of(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
@@ -81,13 +81,13 @@ def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Recorde
     figure, ((reward, accuracy, length), (kept, seconds, health)) = figure_of(rows=2, columns=3, width=13.5, height=7.6)
     figure.suptitle(_title(rows, summary, evaluated), fontsize=13)
     steps = np.array([row["step"] + 1 for row in rows], dtype=np.int64)
-    places = [e.steps for e in evaluated]
+    eval_steps = [e.steps for e in evaluated]
     graded = any(e.reward for e in evaluated)
 
     panel(reward, "Reward" if graded else "Training reward", "mean reward")
     _curve(reward, steps, column(rows, "reward"), BLUE)
     if graded:
-        _intervals(reward, places, [e.reward or e.passes[1] for e in evaluated], "held-out and 95% interval")
+        _intervals(reward, eval_steps, [e.reward or e.passes[1] for e in evaluated], "held-out and 95% interval")
         reward.legend(frameon=False, fontsize=9)
     panel(accuracy, "Held-out accuracy", "pass@1 and pass@k")
     _accuracy(accuracy, evaluated)
@@ -102,7 +102,7 @@ def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Recorde
     _stack(seconds, steps, rows)
     _health(health, steps, rows)
 
-    last = max([*steps.tolist(), *places, 1])
+    last = max([*steps.tolist(), *eval_steps, 1])
     for axes in figure.axes:
         axes.set_xlim(-0.03 * last - 0.5, last * 1.03 + 0.5)
     return figure
@@ -120,8 +120,8 @@ def _title(rows: Sequence[Row], summary: Row, evaluated: Sequence[RecordedEvalua
         parts.insert(0, f"N = {summary['rollouts_per_prompt']} rollouts per prompt")
     if summary and len(evaluated) > 1:
         first, last = evaluated[0].passes, evaluated[-1].passes
-        wide = max(set(first) & set(last))
-        ends = [f"pass@{k} {first[k]['mean']:.1%} → {last[k]['mean']:.1%}" for k in sorted({1, wide})]
+        largest_k = max(set(first) & set(last))
+        ends = [f"pass@{k} {first[k]['mean']:.1%} → {last[k]['mean']:.1%}" for k in sorted({1, largest_k})]
         parts.append(f"held-out {', '.join(ends)} ({summary.get('held_out_prompts', '?')} prompts)")
     if "job_seconds" in summary:
         minutes = summary["job_seconds"] / 60
@@ -195,14 +195,14 @@ def _stack(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> Non
     first = int(steps.min())
     base = np.zeros(int(steps.max()) - first + 1)
     edges = np.arange(first, first + len(base) + 1) - 0.5
-    whole = base.copy()
-    whole[steps - first] = np.nan_to_num(column(times, "step"))
+    step_s = base.copy()
+    step_s[steps - first] = np.nan_to_num(column(times, "step"))
     for phase, color in {**PHASES, "other": GREY}.items():
-        height = np.maximum(whole - base, 0)
+        height = np.maximum(step_s - base, 0)
         if phase != "other":
             height[:] = 0
             height[steps - first] = np.nan_to_num(column(times, phase))
-        if height.max() > 0.005 * whole.max():  # Thinner bands would not be visible.
+        if height.max() > 0.005 * step_s.max():  # Thinner bands would not be visible.
             axes.stairs(base + height, edges, baseline=base, fill=True, color=color, label=phase)
         base = base + height
     axes.margins(y=0)
@@ -340,11 +340,11 @@ def _parts(axes: Axes, runs: _Runs, names: tuple[str, ...], with_measured: bool)
 
 def _signs(axes: Axes, runs: _Runs) -> None:
     places = np.arange(len(runs))
-    rows = {
+    bars = {
         "predicted (plain gradient)": (BLUE, [_rising(c, PREDICTED) for c in runs.values()]),
         "measured": ("black", [_rising(c, ("measured",)) for c in runs.values()]),
     }
-    for i, (label, (color, heights)) in enumerate(rows.items()):
+    for i, (label, (color, heights)) in enumerate(bars.items()):
         axes.bar(places + (i - 0.5) * 0.38, heights, width=0.38, color=color, label=label)
     axes.set_ylim(0, 1.22)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])

@@ -39,12 +39,11 @@ class Recorded:
         `right` and `wrong` together select both. contains: text that a response must contain, ignoring case.
         """
         groups = self.groups
-        rollouts = self.rollouts
         if prompt is not None:
             groups = filter_rows(groups, "prompt_id", [prompt])
         if mixed:
             groups = filter_rows(groups, "outcome", ["mixed"])
-        rollouts = filter_rows(rollouts, "group", groups["group"].to_pylist())
+        rollouts = filter_rows(self.rollouts, "group", groups["group"].to_pylist())
         if right != wrong:
             rollouts = filter_rows(rollouts, "right", [right])
         if contains:
@@ -113,14 +112,13 @@ def export(recorded: Recorded, path: Path) -> int:
 def _joined(recorded: Recorded) -> pa.Table:
     """Return the rollouts with columns for the moment, the task, the prompt and the reference."""
     rollouts = recorded.rollouts
-    moment = recorded.moment
     rows = {g["group"]: g for g in recorded.groups.to_pylist()}
     for name in ("reference", "prompt", "task"):
         column = pa.array([rows[g][name] for g in rollouts["group"].to_pylist()], pa.string())
         rollouts = rollouts.add_column(2, name, column)
     count = len(rollouts)
-    rollouts = rollouts.add_column(0, "number", pa.array([moment.number] * count, pa.int32()))
-    return rollouts.add_column(0, "kind", pa.array([moment.kind] * count, pa.string()))
+    rollouts = rollouts.add_column(0, "number", pa.array([recorded.moment.number] * count, pa.int32()))
+    return rollouts.add_column(0, "kind", pa.array([recorded.moment.kind] * count, pa.string()))
 
 
 def print_prompts(recorded: Recorded, unfiltered: Recorded, limit: int) -> None:

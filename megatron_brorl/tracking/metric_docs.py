@@ -27,7 +27,7 @@ class Metric:
 
     def matches(self, name: str) -> bool:
         """Return whether `name` is a name of this metric."""
-        parts = re.split(r"\{(\w+)\}", self.name)
+        parts = re.split(r"\{(\w+)\}", self.name)  # placeholders are at odd indices
         pattern = (_PLACEHOLDERS.get(p, "[a-z_]+") if i % 2 else re.escape(p) for i, p in enumerate(parts))
         return re.fullmatch("".join(pattern), name) is not None
 

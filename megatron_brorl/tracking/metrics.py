@@ -83,9 +83,9 @@ class MetricsWriter:
     def _flush(self) -> None:
         try:
             os.ftruncate(self._file.fileno(), self._size)  # remove the rest of a failed attempt
-            rest = memoryview(self._pending)
-            while rest:
-                rest = rest[self._file.write(rest) or 0 :]
+            unwritten = memoryview(self._pending)
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) or 0 :]
             os.fsync(self._file.fileno())
         except OSError as e:
             if not self._warned:
@@ -131,7 +131,7 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         row: Any = None
-        with contextlib.suppress(ValueError, RecursionError):  # of the JSON or of its UTF-8
+        with contextlib.suppress(ValueError, RecursionError):  # malformed JSON or UTF-8
             row = json.loads(line.decode())
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append((line, row))

@@ -22,9 +22,9 @@ from megatron_brorl.tracking import timeline
 
 _WINDOW = 20  # steps over which the time per step is averaged
 _SILENCE_S = 20.0  # longest time without a line
-_MOST_PER_PART = 20  # A phase shows its time left once 1 of 20 parts is done.
+_MAX_EXTRAPOLATION = 20  # A phase shows its time left once 1/20 of its parts is done.
 
-# Texts of spans. "evaluate" is shown while it is open, otherwise the innermost span, with the innermost count.
+# Texts of spans, with the innermost count. While "evaluate" is open, its text is shown, otherwise the innermost span's.
 _PHASES = {
     "collect": "collecting groups",
     "evaluate": "evaluating {} samples{}",
@@ -138,17 +138,17 @@ class Progress:
         rank_text = " on rank 0" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         text = " ".join(text.format(f"{done:,} of {total:,}" if total else "", rank_text).split())
         # Most rollouts of a batch end together, so the time of the first ones says little about the others.
-        is_known = 0 < total <= _MOST_PER_PART * done
-        phase_s = seconds / done * (total - done) if is_known else 0.0
+        is_known = 0 < total <= _MAX_EXTRAPOLATION * done
+        phase_left_s = seconds / done * (total - done) if is_known else 0.0
         if is_known:
-            text += f" ({_duration(phase_s)} left)"
+            text += f" ({_duration(phase_left_s)} left)"
         if is_known and "round" in names:
-            self._step_s = seconds + phase_s
+            self._step_s = seconds + phase_left_s
 
         left_s = self._seconds_left()
         remaining = "?" if left_s is None else _duration(left_s)
         if left_s is None and self._step_s:  # in the first step, whose other phases take time, too
-            remaining = f"over {_duration(self._step_s * (self._total - self._done - 1) + phase_s)}"
+            remaining = f"over {_duration(self._step_s * (self._total - self._done - 1) + phase_left_s)}"
         return [
             f"{self._title} {self._done}/{self._total}" if self._total else self._title,
             *filter(None, [text]),

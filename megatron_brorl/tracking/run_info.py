@@ -42,8 +42,8 @@ def write(
 ) -> None:
     """Add a start to run.json. If that is not possible, print a warning, because the run can continue without it.
 
-    resume_step: the step that the run continues from; None replaces the file. device: its name. changes: keys whose
-    values differ from those of the checkpoint, with both values.
+    resume_step: the step that the run continues from; None replaces the file. device: name of the device. changes: keys
+    whose values differ from those of the checkpoint, with both values.
     """
     earlier = read(folder).get("starts", []) if resume_step is not None else []
     start = {

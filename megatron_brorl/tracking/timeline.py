@@ -99,7 +99,7 @@ def count(done: int, total: int) -> None:
 def phase() -> tuple[list[str], int, int, float]:
     """Return the names of the open spans, and parts done, all parts and seconds of the innermost one with a count."""
     done, total, begin = _counts.get(max([*_counts], default=0), (0, 0, 0.0))
-    return [name for name, _ in [*_open]], done, total, time.monotonic() - begin
+    return [name for name, _ in [*_open]], done, total, time.monotonic() - begin  # [*...]: other threads change them
 
 
 def _changed() -> None:

@@ -57,7 +57,7 @@ def open_trackers(
 ) -> list[Tracker]:
     """Return the trackers of run.log. Raises UserError if one cannot be opened.
 
-    resume_step: see MetricsWriter; a resumed run keeps its name. config: the configuration by section and key.
+    resume_step: the first step of a resumed run, which keeps its name, or None. config: values by section and key.
     """
     ids = _read_ids(run_dir) if resume_step is not None else {}
     ids.setdefault("name", f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -131,7 +131,7 @@ class _Mlflow:
     def __init__(self, run_dir: Path, ids: dict[str, str], resume_step: int | None, config: Mapping[str, Any]) -> None:
         import mlflow
 
-        # Without a server that the user names, a database in run.dir.
+        # If the user names no server, the metrics go to a database in run.dir.
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             mlflow.set_tracking_uri(f"sqlite:///{run_dir.absolute() / 'mlflow.db'}")
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
