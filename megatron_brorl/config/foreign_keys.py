@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-_STEPS = "{} / (algo.mini_batches x algo.epochs)"
+_STEPS = "{} / (algo.mini_batches x algo.epochs)"  # {}: the key of the other program
 _PASSES = "train.steps ({} x rows of data.train / rollout.prompts)"
 _TOKENS = "train.tokens_per_micro_batch ({} x model.context)"
 _WARMUP = "optim.warmup_steps ({} x train.steps x algo.mini_batches x algo.epochs)"
@@ -61,7 +61,7 @@ FOREIGN_KEYS = {
         "logging_steps": "none: every step is logged",
         "dataset_name": 'data.train (a list of files: ["hf://datasets/OWNER/NAME/FILE"])',
     },
-    # Also variables of the DAPO scripts. Keys that end like one of this project, as rollout.n, have no entry.
+    # Also variables of the DAPO scripts. A key that ends with one of this project, such as rollout.n, needs no entry.
     "verl": {
         **_renamed("""
             rollout.name=rollout.engine n_resp_per_prompt=rollout.n train_batch_size=rollout.prompts
@@ -155,7 +155,7 @@ FOREIGN_KEYS = {
 
 
 def foreign_key_hint(path: str, ours: Container[str] = ()) -> str:
-    """Return a hint for a key of another trainer; "" if none of them has such a key.
+    """Return a hint for a key of another trainer; "" if no trainer above has such a key.
 
     ours: the keys of this project. A longer key that ends with one of them has the same meaning.
     """

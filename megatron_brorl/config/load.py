@@ -47,7 +47,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a table as TOML makes it. Changes the table.
 
-    where: the name of the table in messages. Raises UserError as `load`.
+    where: the name of the table in messages. Raises UserError that names it and the first wrong key.
     """
     for item in overrides:
         _override(table, item)
@@ -124,10 +124,10 @@ def _describe_error(error: ValidationError) -> tuple[str, str]:
     first = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
     path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"]).lstrip(".")
     if first["type"] == "unexpected_keyword_argument":
-        any_index = re.sub(r"\[\d+\]", "[]", path)
-        section = any_index.rpartition(".")[0]
+        schema_path = re.sub(r"\[\d+\]", "[]", path)
+        section = schema_path.rpartition(".")[0]
         known = ", ".join(key.rpartition(".")[2] for key in keys() if key.rpartition(".")[0] == section)
-        hint = suggestion(any_index, first["input"]) or f"known here: {known or ', '.join(Config.__annotations__)}"
+        hint = suggestion(schema_path, first["input"]) or f"known here: {known or ', '.join(Config.__annotations__)}"
         return path, f"unknown key {path}; {hint}"
     if first["type"] == "missing":
         return path, f"{path} is missing"
@@ -149,7 +149,7 @@ def json_schema() -> dict[str, Any]:
 @functools.cache
 def keys() -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of every key by its path: "rollout.n", and "data.tasks[].name" in a list of tables."""
-    return {path: schema for path, schema in _walk(json_schema(), "") if "." in path}
+    return {path: schema for path, schema in _walk(json_schema(), prefix="") if "." in path}
 
 
 def table_of(schema: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -94,10 +94,10 @@ def _functions(config: Config) -> Iterator[Rule]:
 
     # A user's loss computes its own ratio and its own bounds, so these keys would have no effect.
     own = is_function(algo.policy_loss)
-    name = f"algo.policy_loss = {algo.policy_loss}"
+    setting = f"algo.policy_loss = {algo.policy_loss}"
     for key in ("eps_low", "eps_high", "dual_clip", "ratio"):
         default = getattr(AlgoConfig(), key)
-        why = f"must be {default!r} (the default) with {name}, which does not receive it"
+        why = f"must be {default!r} (the default) with {setting}, which does not receive it"
         yield f"algo.{key}", own and getattr(algo, key) != default, why
     yield "algo.policy_loss", own and config.parallel.context > 1, "needs whole sequences: parallel.context must be 1"
 
@@ -153,7 +153,7 @@ def _agent(config: Config) -> Iterator[Rule]:
 
 
 def _without_effect(config: Config, section: str) -> Iterator[Rule]:
-    """Refuse other keys of a section whose first key, which names a class or function, is empty."""
+    """Refuse changed values in a section whose first key, which names a class or function, is empty."""
     values, defaults = dataclasses.asdict(getattr(config, section)), dataclasses.asdict(getattr(Config(), section))
     first, *others = values
     for key in others:
@@ -217,8 +217,8 @@ def _evaluation(config: Config) -> Iterator[Rule]:
     names = [name for name, _ in benchmarks]
     valid = all(name and file and "|" not in name for name, file in benchmarks)
     yield "evaluate.benchmarks", not valid, "each must be a file, or a name without |, then = and a file"
-    again = next((name for name in names if names.count(name) > 1), "")
-    yield "evaluate.benchmarks", bool(again), f'two are called {again!r}: rename one, as in "{again}_2=FILE"'
+    twice = next((name for name in names if names.count(name) > 1), "")
+    yield "evaluate.benchmarks", bool(twice), f'two are called {twice!r}: rename one, as in "{twice}_2=FILE"'
 
 
 def _advantages(config: Config) -> Iterator[Rule]:
@@ -249,7 +249,7 @@ def _advantages(config: Config) -> Iterator[Rule]:
 def _updates(config: Config) -> Iterator[Rule]:
     algo = config.algo
     rollout = config.rollout
-    # A lower value would clip ratios that algo.eps_high allows.
+    # A bound of 1 + eps_high or less would clip ratios that eps_high allows.
     clips = algo.dual_clip != 0
     yield "algo.dual_clip", clips and algo.dual_clip <= 1 + algo.eps_high, "must be 0 (off) or above 1 + algo.eps_high"
     why = f'must be 0 (off) with algo.policy_loss = "{algo.policy_loss}"'
@@ -280,10 +280,10 @@ def _updates(config: Config) -> Iterator[Rule]:
 
     # With top_p or top_k, the engine renormalises its log-probabilities and the trainer does not. As old
     # log-probabilities they would cause clipping before the first update, and they would distort the mismatch ratio.
-    cut = f"with rollout.top_p = {rollout.top_p:g} and rollout.top_k = {rollout.top_k}"
+    with_cut = f"with rollout.top_p = {rollout.top_p:g} and rollout.top_k = {rollout.top_k}"
     is_cut = rollout.top_p < 1 or rollout.top_k > 0
-    yield "algo.old_log_probs", is_cut and from_engine, f'must be "actor" {cut}'
-    yield "algo.mismatch_mask", is_cut and masked, f'must be "off" {cut}'
+    yield "algo.old_log_probs", is_cut and from_engine, f'must be "actor" {with_cut}'
+    yield "algo.mismatch_mask", is_cut and masked, f'must be "off" {with_cut}'
 
 
 def _distillation(config: Config) -> Iterator[Rule]:
@@ -299,7 +299,7 @@ def _distillation(config: Config) -> Iterator[Rule]:
 
 def _is_unscored(config: Config) -> bool:
     """Return whether no training row has a verifier, apart from rows that name one, and no function scores groups."""
-    verifiers = [part.verifier or config.data.verifier for part in config.data.mixture] or [config.data.verifier]
+    verifiers = [source.verifier or config.data.verifier for source in config.data.mixture] or [config.data.verifier]
     return set(verifiers) == {"none"} and not config.reward.group_function
 
 
@@ -323,7 +323,7 @@ _MAY_CHANGE = {  # no other keys of these sections may change
     "agent": {"max_seconds"},
     "reward": {"workers", "timeout_s", "unsandboxed"},
 }
-_MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sections, may change
+_MUST_NOT_CHANGE = {  # all other keys of these sections, and of sections in neither table, may change
     "run": {"seed"},
     "model": {"dtype"},
     "lora": {"rank", "alpha", "targets"},
@@ -349,7 +349,7 @@ def fixed_keys() -> frozenset[str]:
 
 
 def may_change(path: str, old: Any, new: Any, rollout: Mapping[str, Any]) -> bool:
-    """Return whether a resumed run may have `new` for section.key, where the checkpoint was written with `old`.
+    """Return whether a resumed run may set the key `path` to `new` if its checkpoint was written with `old`.
 
     rollout: the values of section [rollout] that the checkpoint was written with.
     """
