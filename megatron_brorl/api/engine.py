@@ -59,10 +59,10 @@ class Engine:
         kv_cache_mib: int = 0,
         implementation: Literal["fused", "reference"] = "fused",
     ) -> Engine:
-        """Load a Hugging Face directory, or a model of the hub by its name, as model.path of a run.
+        """Load a Hugging Face directory, or a model of the hub by its name.
 
         max_num_seqs: responses decoded at a time. kv_cache_mib: memory for keys and values; 0 = half of the free
-        memory. implementation: see ops.implementation. Raises UserError if the model is incomplete or unknown.
+        memory. implementation: "reference" uses plain torch. Raises UserError if the model is incomplete or unknown.
         """
         if dtype not in DTYPES:
             raise UserError(f"Engine.from_pretrained: dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -104,8 +104,8 @@ class Engine:
     ) -> list[list[Sample]]:
         """Sample n responses to each prompt: [prompts][n]. The chat template is applied to lists of messages only.
 
-        Lists of token ids are used as they are. stop: strings that end a response. chat_template_kwargs: see
-        data.chat_template_kwargs of a run. The date in a template is that on which the engine was created.
+        Lists of token ids are used as they are. stop: strings that end a response. chat_template_kwargs:
+        variables of the chat template. The date in a template is that on which the engine was created.
 
         The random numbers of a response depend only on the seed, the tokens of its prompt (and how often that prompt
         occurred before in the list), its index among the n, and the position of the token. Other prompts, their order
@@ -136,7 +136,7 @@ class Engine:
             key = stream_key(seed, "sample", " ".join(map(str, ids)), repeats[ids])
             repeats[ids] += 1
             request_prompt = Prompt(str(i), text="", token_ids=ids, answer=None, verifier="exact")
-            requests.append(Request(request_prompt, key, n))
+            requests.append(Request(request_prompt, key=key, n=n))
 
         # One call for all prompts, so that responses of one prompt start as others end.
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)

@@ -61,4 +61,4 @@ def load_run(directory: str | Path) -> RunRecord:
     directory = Path(directory)
     path = directory / _SUMMARY
     summary = read_object(path, "delete it") if path.is_file() else None
-    return RunRecord(directory, read_metrics(directory / METRICS_FILE), summary, summary is not None)
+    return RunRecord(directory, read_metrics(directory / METRICS_FILE), summary, finished=summary is not None)

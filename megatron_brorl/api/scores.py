@@ -43,7 +43,7 @@ def score(
     *,
     config: RewardConfig | None = None,
 ) -> list[Any]:
-    """Return a Reward for each response, in the form of `responses`: a list, or one list per row, as Engine.sample.
+    """Return a Reward for each response, in the form of `responses`: a list, or a list per row as from Engine.sample.
 
     rows: one per entry of responses: a reference answer, None, or a row as in data files, which may also have an object
     "columns" with the other columns of a file. verifier: a name of the registry (a row may name another),
@@ -67,7 +67,7 @@ def score(
     extracted = [_find_answer(prompt, response, config) for prompt, response in flat]
 
     # The same worker processes as in a run. They end with this call.
-    requests = [ScoreRequest(pair[0], *(answer or _CUT_OFF)) for pair, answer in zip(flat, extracted, strict=True)]
+    requests = [ScoreRequest(prompt, *(answer or _CUT_OFF)) for (prompt, _), answer in zip(flat, extracted, strict=True)]
     names = {prompt.verifier for prompt in prompts} - {custom.IN_PROCESS}
     impure = check_verifiers(names, config).impure
     with RewardPool(config.workers, config.timeout_s, impure=impure, function=function) as pool:
@@ -88,7 +88,7 @@ def _prompt(row: str | Mapping[str, Any] | None, i: int, row_format: RowFormat) 
     where = f"rows[{i}]"  # also the id of a row without one
     checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, row_format)
     text, metadata = prompt_text(checked.prompt), checked.metadata
-    return Prompt(checked.id, text, (), checked.answer, checked.verifier, metadata, columns=columns)
+    return Prompt(checked.id, text, (), checked.answer, checked.verifier, metadata, columns=columns)  # (): no tokens
 
 
 def _is_cut_off(response: str | Sample) -> bool:

@@ -92,7 +92,7 @@ def train(
         signals.install(saves=True)
     cpu_bridge.order_kernels(loaded.parallel)
     cpu_bridge.disable_compiler()
-    again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
+    call_text = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     program = Program(
         reward=reward,
         algorithm=algorithm,
@@ -103,7 +103,7 @@ def train(
         continues=not launched,
     )
     try:
-        status = command.execute(loaded, lambda _: again, program)
+        status = command.execute(loaded, lambda _: call_text, program)
     except UserError as e:
         # A user cannot act on frames of this package, so the exception is raised again without them.
         raise e.with_traceback(None) from e.__cause__

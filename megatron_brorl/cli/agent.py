@@ -22,7 +22,7 @@ from megatron_brorl.rollout_log import one_line
 from megatron_brorl.types import Prompt
 
 _TEXT = "0"  # the completion of every call in a trial
-_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+_PROBE_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Agent:
             return None
         sha256 = describe_agent(function or config.agent.function)
         variables = config.data.chat_template_kwargs
-        tokenizer.continuation([{"role": "user", "content": "x"}], chat=True, variables=variables)
+        tokenizer.continuation([{"role": "user", "content": "x"}], chat=True, variables=variables)  # may raise
         call_format = None
-        if tokenizer.template_reads("tools", [_TOOL]):
-            call_format = tokenizer.call_format({**variables, "tools": [_TOOL]})
+        if tokenizer.template_reads("tools", [_PROBE_TOOL]):
+            call_format = tokenizer.call_format({**variables, "tools": [_PROBE_TOOL]})
         return Agent(config, function or config.agent.function, sha256, tokenizer, call_format)
 
     def __str__(self) -> str:
@@ -56,11 +56,11 @@ class Agent:
         return f"{self.config.agent.function}, {tools}"
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """Return the prompt of a sequence."""
+        """Return the token ids of the prompt of a sequence."""
         return self.tokenizer.apply_chat(messages, self._variables(tools))[1]
 
     def proceed(self, messages: Sequence[Message], tools: Sequence[Any], after_stop: bool) -> list[int]:
-        """Return the tokens that follow a reply, see Tokenizer.continuation."""
+        """Return the tokens between two replies: the stop token of the first unless after_stop, and the messages."""
         return self.tokenizer.continuation(messages, chat=True, variables=self._variables(tools), after_stop=after_stop)
 
     def _variables(self, tools: Sequence[Any]) -> dict[str, Any]:
@@ -69,8 +69,8 @@ class Agent:
     def engine(self, engine: RolloutEngine, context: int) -> AgentEngine:
         """Return the engine whose rollouts are runs of the agent. context: tokens of a sequence."""
         config = self.config.agent
-        room = context - self.config.rollout.max_tokens
-        chat = Chat(config, room, self.format, self.tokenizer.decode, self.render, self.proceed)
+        prompt_tokens = context - self.config.rollout.max_tokens
+        chat = Chat(config, prompt_tokens, self.format, self.tokenizer.decode, self.render, self.proceed)
         pool = EnvironmentPool(self.function, self.config.reward.workers, config.max_seconds + GRACE_S, kind=Agents)
         return AgentEngine(engine, pool, chat)
 
@@ -86,7 +86,7 @@ class Agent:
         assert episode is not None
         result = f"{episode.turns} calls on row {prompt.id}, each answered with {_TEXT!r}"
         if episode.score is None:
-            return f"{result}; verifier {prompt.verifier} scores {one_line(episode.text or '', 60)!r}"
+            return f"{result}; verifier {prompt.verifier} scores {one_line(episode.text or '', max_chars=60)!r}"
         if episode.score.status != "ok":
             warn(f"{self.config.agent.function}: {result}: {episode.score.reason}")
         return f"{result}; score {episode.score.reward:g}"

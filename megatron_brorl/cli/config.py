@@ -182,7 +182,7 @@ def _init(args: argparse.Namespace) -> int:
         if guess.others:
             notes["data.columns"] = f'Rewards and environments receive as row["columns"]: {", ".join(guess.others)}.'
         if guess.is_chat:
-            if Path(args.model or "?").is_dir() and not values["data.chat"]:
+            if args.model and Path(args.model).is_dir() and not values["data.chat"]:
                 missing["model.path"] = "a model with a chat template, because the prompts are lists of messages"
             values["data.chat"], assumption = True, "data.chat = true: the prompts are lists of messages"
         if not (guess.is_scored or args.reward):

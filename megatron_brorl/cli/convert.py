@@ -15,7 +15,7 @@ from megatron_brorl.files import check_output, contains
 if TYPE_CHECKING:
     from megatron_brorl.families.shape import ModelShape
 
-FORMATS = {"fp8": "FP8_DEFAULT_CFG", "int4": "INT4_AWQ_CFG"}  # ModelOpt's names
+FORMATS = {"fp8": "FP8_DEFAULT_CFG", "int4": "INT4_AWQ_CFG"}  # name here -> name of ModelOpt's configuration
 
 _CONVERT = """\
 Convert checkpoints between Hugging Face directories and Megatron distributed checkpoints.

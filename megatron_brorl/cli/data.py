@@ -113,7 +113,7 @@ def _data_set(args: argparse.Namespace) -> DataSet:
         if not args.prompt:
             raise UserError(f"{CUSTOM}: --prompt COLUMN is missing; add --answer COLUMN too if there are answers")
         return DataSet(
-            "", "your own", verifier="", prompt=args.prompt, answer=args.answer, answer_regex=args.answer_regex
+            "", licence="your own", verifier="", prompt=args.prompt, answer=args.answer, answer_regex=args.answer_regex
         )
     if args.source not in SETS:
         raise UserError(f"no data set is called {args.source!r}; known: {', '.join(SETS)}, {CUSTOM}")

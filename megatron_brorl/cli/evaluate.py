@@ -32,8 +32,8 @@ def evaluate(args: argparse.Namespace) -> int:
         if not benchmarks:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
         session.check_verifiers([prompt for prompts in benchmarks.values() for prompt in prompts])
-        rollouts = session.rollouts()
-        sync_weights(session.worker(optim=None), rollouts.engine, version=0)
+        runner = session.rollouts()
+        sync_weights(session.worker(optim=None), runner.engine, version=0)
 
         evaluation = config.evaluate
         sampling = evaluation_sampling_params(config, session.stop_ids)
@@ -47,19 +47,19 @@ def evaluate(args: argparse.Namespace) -> int:
         answers = {}
         for number, (name, prompts) in enumerate(benchmarks.items(), start=1):
             on_samples = functools.partial(print_samples, name)
-            answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_samples)
+            answers[name] = sample_answers(runner, prompts, evaluation.samples, sampling, on_samples)
             p.update(number, {})
         p.stop()
-        all_answers = [answer for part in answers.values() for answer in part]
-        overall = summarize(all_answers, sum(map(len, benchmarks.values())), evaluation, rollouts.seed)
+        all_answers = [answer for results in answers.values() for answer in results]
+        overall = summarize(all_answers, sum(map(len, benchmarks.values())), evaluation, runner.seed)
 
         result = {
             **overall.as_dict(),
             "benchmarks": {
-                name: summarize(answers[name], len(prompts), evaluation, rollouts.seed).as_dict()
+                name: summarize(answers[name], len(prompts), evaluation, runner.seed).as_dict()
                 for name, prompts in benchmarks.items()
             },
-            "mean_of_benchmarks": mean_over(list(answers.values()), rollouts.seed),
+            "mean_of_benchmarks": mean_over(list(answers.values()), runner.seed),
             "model": config.model.path,
             # Two evaluations have the same prompts only if these are equal.
             "chat_template_kwargs": config.data.chat_template_kwargs,
@@ -68,7 +68,7 @@ def evaluate(args: argparse.Namespace) -> int:
         }
 
         if session.is_main_rank:
-            lines = [{"benchmark": name, **answer.as_dict()} for name, part in answers.items() for answer in part]
+            lines = [{"benchmark": name, **answer.as_dict()} for name, results in answers.items() for answer in results]
             write_text(session.dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines))
             write_json(session.dir / "evaluation.json", result)
             table = evaluation_markdown(result)
@@ -97,7 +97,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     out = args.out or args.after
 
-    # The id of a prompt does not depend on the date that the chat template writes into it.
+    # compare() matches prompts by id, which does not depend on the date that the chat template writes into them.
     remedy = "write it with brorl evaluate, or compare training runs with brorl report A B"
     folders = (args.before, args.after)
     dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]

@@ -54,7 +54,7 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
     # Rank 0 inherits the socket where the ranks meet, so that no other process can take the port.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(processes):
-            variables = {  # those of torchrun, and that of this launcher
+            variables = {  # the variables that torchrun sets, and one of this launcher
                 LAUNCHER: str(os.getpid()),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -111,7 +111,7 @@ def _exit_code(exit_codes: Mapping[int, int], signals: StopSignals) -> int:
         memory = " (out of memory?)" if code == -signal.SIGKILL and not signals.first else ""
         reason = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
         code = 128 - code
-    elif rank < 0:
+    elif rank < 0:  # no rank failed, but only some have saved
         reason = f"ranks {sorted(r for r, c in exit_codes.items() if c == 0)} had ended before"
     elif signals.first:
         reason = f"rank {rank} ended with exit code {code}"

@@ -134,7 +134,7 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
     """Return an estimate of the activations that the backward pass of a micro-batch needs.
 
     Elements per token and layer, with H, Q, K and F for the widths of hidden states, queries, keys and MLP: 4 H for the
-    inputs of both norms and of both parts; 2 Q + 2 K for queries, keys, values and the output of attention; 3 F for
+    inputs of two norms, attention and MLP; 2 Q + 2 K for queries, keys, values and the output of attention; 3 F for
     gate, up and their product. Tensor parallelism divides all but the 4 H. models.layers.fused keeps 2 H and 2 F
     instead of 4 H and 3 F. Each adapter adds its rank. With recomputation: the input of each layer, and all of one
     layer. A stage has as many micro-batches in flight as there are stages from it to the last.
@@ -149,7 +149,7 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
     mlp = ffn_tensors * shape.ffn
     dispatched = 0
     if shape.experts:
-        hidden_tensors += fused + (shape.shared_ffn > 0)  # The router needs the output of its norm.
+        hidden_tensors += fused + (shape.shared_ffn > 0)  # router's input, shared expert's output
         dispatched = 2 * shape.chosen_experts * shape.hidden // parallel.tensor
         mlp = shape.chosen_experts * (mlp + 2 * shape.hidden) + ffn_tensors * shape.shared_ffn
     per_layer = hidden_tensors * shape.hidden + (attention + mlp) // parallel.tensor
@@ -198,7 +198,7 @@ def engine_parts(config: Config, shape: ModelShape, machines: Machines, prompts:
     # A tied head may be a second copy of the embedding in float32, see rollout.native.decoder.
     head = 4 * shape.vocab * shape.hidden if shape.tied else 0
     weights = sum(map(math.prod, hf_shapes(shape).values())) * dtype.itemsize + head
-    half_of_free = max(0, machines.free // machines.ranks_per_node - others - weights) // 2  # as pages.spare_memory
+    half_of_free = max(0, machines.free // machines.ranks_per_node - others - weights) // 2  # default of kv_cache_mib
     limit = rollout.kv_cache_mib * 2**20 or half_of_free
     return {
         "engine's weights": weights,
@@ -219,9 +219,9 @@ def plan_stage(
     parallel = config.parallel
     check_ranks(parallel, machines.ranks)
     stage_ranks = machines.ranks // parallel.pipeline
-    size = stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], parallel.expert
-    zero = parallel.distributed_optimizer
-    shards = (stage_ranks // parallel.tensor, stage_ranks // parallel.expert) if zero else (1, 1)
+    size = stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], parallel.expert  # of training_parts
+    zero1 = parallel.distributed_optimizer
+    shards = (stage_ranks // parallel.tensor, stage_ranks // parallel.expert) if zero1 else (1, 1)
     parts = training_parts(shape, *size, *shards, lora=config.lora)
     gae = config.algo.advantage == "gae"
     models = {"": parts} | ({"critic's ": training_parts(shape, *size, *shards)} if gae else {})
@@ -253,12 +253,12 @@ def plan_stage(
     if built_in:  # it uses the free memory
         return Plan(training, remaining, offloaded)
 
-    # The sampler of TensorRT-LLM has a table of log-probs for the longest response of every sequence.
     engine = config.engine
     dtype = DTYPES[config.rollout.dtype]
     length = context(config, shape)
     fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and engine.quantization == "fp8"
     weights = file_layout(hf_shapes(shape), dtype, to_fp8_blocks if fp8 else unchanged)[1]
+    # The sampler of TensorRT-LLM has a table of log-probs for the longest response of every sequence.
     table = 4 * config.rollout.max_num_seqs * length
     graphs = {}
     if machines.gpu and engine.cuda_graphs:

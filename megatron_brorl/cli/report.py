@@ -20,8 +20,8 @@ def add_commands(commands: Any) -> None:
     command.add_argument("runs", metavar="RUN", nargs="+", help="run.dir of a training run, finished or running")
     text = "file to write (default: report.html in RUN, or comparison.html)"
     command.add_argument("--out", type=Path, metavar="FILE", help=text)
-    size = "maximum size of the file; rollouts fill the space that is left (%(default)s)"
-    command.add_argument("--megabytes", type=float, default=5.0, metavar="MB", help=size)
+    text = "maximum size of the file; rollouts fill the space that is left (%(default)s)"
+    command.add_argument("--megabytes", type=float, default=5.0, metavar="MB", help=text)
     command.set_defaults(command=_report)
 
     text = "list, filter and export the rollouts of a run, with rewards and answers"
@@ -147,10 +147,10 @@ def _rollouts(args: argparse.Namespace) -> int:
         raise UserError(f"--limit {args.limit}: must not be negative")
 
     # Filters may match no rollout, but an unknown prompt is an error.
-    whole = read(folder, kind, number, args.prompt)
-    matches = whole.filtered(args.prompt, args.mixed, args.right, args.wrong, args.contains)
+    unfiltered = read(folder, kind, number, args.prompt)
+    matches = unfiltered.filtered(args.prompt, args.mixed, args.right, args.wrong, args.contains)
     if args.prompt is not None and not len(matches.groups):
-        raise UserError(f"{folder}: {whole.moment} has no prompt {args.prompt!r} that passes the filters")
+        raise UserError(f"{folder}: {unfiltered.moment} has no prompt {args.prompt!r} that passes the filters")
 
     if args.export is not None:
         if folder.resolve() in args.export.resolve().parents:
@@ -159,7 +159,7 @@ def _rollouts(args: argparse.Namespace) -> int:
         return 0
 
     if args.prompt is None:
-        print_prompts(matches, whole, args.limit)
+        print_prompts(matches, unfiltered, args.limit)
         print(f"recorded: {listed(entries(folder))}")
     else:
         for group in matches.groups.to_pylist():

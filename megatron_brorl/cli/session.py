@@ -73,7 +73,7 @@ class Program:
     """Functions and callbacks that a Python program adds to a command."""
 
     reward: custom.RewardFunction | None = None  # scores rows whose verifier is custom.IN_PROCESS
-    algorithm: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by key, see algo.functions.IN_PROCESS
+    algorithm: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by key, such as "algo.advantage"
     callbacks: Callbacks = field(default_factory=Callbacks)
     environment: type | None = None  # the class that environment.factory names
     agent: Callable[..., Any] | None = None  # the function that agent.function names
@@ -95,8 +95,8 @@ class Session:
     ) -> None:
         """Read the model's configuration and the data, and join the other ranks. Raises UserError.
 
-        benchmarks: read the files of evaluate.benchmarks, if there are any, instead of training data. stream: of
-        generated prompts, see load_sources.
+        benchmarks: read the files of evaluate.benchmarks, if there are any, instead of training data. stream: number
+        of the random stream of generated training prompts.
         """
         self.base = config.model.path  # as the user wrote it
         self.program = program = program or Program()
@@ -206,10 +206,10 @@ class Session:
             self.program.on_check("teacher", f"{teacher.layers} layers of {teacher.hidden}, tokenizer as model.path")
         plan, lines = self.share_errors(lambda: memory_plan.plan_run(self.config, self.shape, machines, prompts))
         self._kv_tokens = plan.kv_tokens(machines.gpu)
-        room = self.share_errors(lambda: run_folder.check_disk(self.config, self.shape, self.dir))
+        disk = self.share_errors(lambda: run_folder.check_disk(self.config, self.shape, self.dir))
         if self.is_main_rank:
             print("\n".join(lines), flush=True)
-        self.program.on_check("disk", room)
+        self.program.on_check("disk", disk)
 
     @span("checking the verifiers")
     def check_verifiers(self, prompts: Sequence[Prompt]) -> str:
@@ -238,7 +238,7 @@ class Session:
         if not self.environment:
             return "tags"
         tools, data = self.environment.tools, self._data
-        self._continuation([{"role": "tool" if tools else "user", "content": "x"}])
+        self._continuation([{"role": "tool" if tools else "user", "content": "x"}])  # may raise
         call_format = self.tokenizer.call_format(data.chat_template_kwargs) if tools and data.chat else "tags"
         names = ", ".join(tool["function"]["name"] for tool in tools)
         result = f"tools {names}, calls in format {call_format}" if tools else "observations of step"
@@ -246,7 +246,7 @@ class Session:
         return call_format
 
     def _continuation(self, messages: Sequence[Message], after_stop: bool = True) -> list[int]:
-        """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""
+        """Return the tokens between two turns of the model: its stop token unless after_stop, and the messages."""
         return self.tokenizer.continuation(messages, self._data.chat, self._data.chat_template_kwargs, after_stop)
 
     def _data_config(self) -> DataConfig:
@@ -271,7 +271,7 @@ class Session:
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
         """Return the model with the weights of model.path, and with new adapters with lora.rank.
 
-        optim: None for a model that is not trained, which has no adapters.
+        optim: None for a model that is not trained. It has no adapters.
         """
         options = self._stage_options()
         if optim is not None and self.config.lora.rank:
@@ -318,7 +318,7 @@ class Session:
 
     @span("loading the weights")
     def _load_weights(self, stage: AnyStage, key: str = "model.path", path: str = "") -> AnyStage:
-        """Load the weights of model.path, or of another key with its path. Raises UserError if one is not finite."""
+        """Load the weights of model.path, or of `path`, the value of `key`. Raises UserError if one is not finite."""
         path = path or self.config.model.path
         stage.load_hf(path)
         stage.require_finite(f"{key} = {path}", "give a model whose training did not diverge")
@@ -364,7 +364,7 @@ class Session:
 
     @span("hashing the inputs")
     def inputs(self) -> dict[str, str]:
-        """Return the SHA-256 of the tokenizer and the data, see Sources.digests, and of a frozen base; a collective."""
+        """Return the SHA-256 of the tokenizer, the data and, with adapters, the base weights; a collective."""
         path = Path(self.config.model.path)
         digests = self.sources.digests(path, self.template_date)
         if self.config.lora.rank:
@@ -445,7 +445,7 @@ class Session:
         return engine
 
     def writer(self, resume_step: int | None) -> MetricsWriter | None:
-        """Return the writer of metrics on the main rank. resume_step: see MetricsWriter."""
+        """Return the writer of metrics on the main rank. resume_step: the first step to write; None for a new run."""
         if not self.is_main_rank:
             return None
         trackers = open_trackers(self.config.run.log, self.dir, resume_step, asdict(self.config))
@@ -454,7 +454,7 @@ class Session:
         return writer
 
     def recorder(self, resume_step: int | None) -> Recorder:
-        """Return the writer of run.dir/rollouts. resume_step: see rollout_log.prepare_folder."""
+        """Return the writer of run.dir/rollouts. resume_step: the first step to write; None for a new run."""
         folder = self.dir / rollout_log.FOLDER
         if self.is_main_rank:
             rollout_log.prepare_folder(folder, resume_step)
@@ -463,7 +463,7 @@ class Session:
     def stop_requested(self, save_s: float = 0.0) -> bool:
         """Return whether to save and stop, the same on all ranks, and set `stopped_by`; called between steps.
 
-        save_s: see JobEnd.step_fits.
+        save_s: seconds of saving after the next step.
         """
         on_this_rank = {
             "signal": signals.stop_requested(),
@@ -507,7 +507,7 @@ class Session:
         return differs
 
     def card(self, how: str, tag: str, sizes: Mapping[str, int], began: float) -> TrainingFacts:
-        """Return the content of the exported model's card, see model_card.TrainingFacts."""
+        """Return the content of the exported model's card. The arguments are fields of TrainingFacts."""
         return TrainingFacts(
             run=self.dir.name,
             how=how,

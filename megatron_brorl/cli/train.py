@@ -53,13 +53,12 @@ _TOKENS = 8  # tokens of each of these rollouts
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train by a configuration file, see `execute`."""
-    words = ["train", args.config, *args.overrides]
+    """Train by a configuration file, or only make all checks with --dry-run. Returns the exit code."""
     config = load(args.config, args.overrides)
     program = Program(accept_changed_functions=args.accept_changed_functions)
     if args.dry_run:
         return dry_run(config, dataclasses.replace(program, on_check=_print_check))
-    return execute(config, lambda ranks: run_info.command(words, ranks), program)
+    return execute(config, lambda ranks: run_info.command(["train", args.config, *args.overrides], ranks), program)
 
 
 def execute(config: Config, command: Callable[[int], str], program: Program) -> int:
@@ -201,7 +200,7 @@ def _summary(
     before, best = trainer.state.initial_evaluation, trainer.state.best
     rows = read_metrics(session.dir / METRICS_FILE)
     changed = change_of_run(session.dir)
-    raised = next((f"{text}: {reason}" for text, reason in trainer.runner.reported.items()), "")
+    first_error = next((f"{text}: {reason}" for text, reason in trainer.runner.reported.items()), "")
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
         "pass_at_1_after": after["pass_at_1"] if after else None,
@@ -218,7 +217,7 @@ def _summary(
         "peak_rss_mib": peak_rss_mib,
         "before": before,
         "after": after,
-        "findings": findings(session.config, rows, before, after, weights_differ, changed, raised),
+        "findings": findings(session.config, rows, before, after, weights_differ, changed, first_error),
     }
 
 
@@ -245,12 +244,13 @@ def dry_run(config: Config, program: Program) -> int:
     sources = session.sources
     _print_check("reward", session.check_verifiers([*sources.representative_prompts(), *sources.held_out]))
 
+    first_prompt = sources.train.prompts(start=0, count=1)[0]
     if agent := session.agent:
-        first, size = session.sources.train.prompts(start=0, count=1)[0], context(config, session.shape)
+        max_length = context(config, session.shape)
         sampling = training_sampling_params(config, session.stop_ids, session.shape.experts)
-        _print_check("agent run", agent.trial(first, sampling, size) if session.is_main_rank else "")
-    worker = session.worker(config.optim, _Worker)
-    step = _forward_backward(worker, session.sources.train.prompts(start=0, count=1)[0], config)
+        _print_check("agent run", agent.trial(first_prompt, sampling, max_length) if session.is_main_rank else "")
+    worker = session.worker(config.optim, kind=_Worker)
+    step = _forward_backward(worker, first_prompt, config)
     _print_check("micro-step", f"loss {step['loss']:.3g}, gradient norm {step['grad_norm']:.3g}, nothing is changed")
     grid.leave()  # without waiting for other ranks
     _print_check("dry run", "all checks passed; the same command without --dry-run starts the run")
@@ -258,7 +258,7 @@ def dry_run(config: Config, program: Program) -> int:
 
 
 def _print_check(name: str, value: str) -> None:
-    """Print the result of a check, on one rank."""
+    """Print the result of a check, on one rank. Further lines of `value` are indented like its first line."""
     if value and os.environ.get("RANK", "0") == "0":
         print(f"  ok  {name:12} {value}".replace("\n", f"\n{'':19}"), flush=True)
 

@@ -31,11 +31,11 @@ def check_user_functions(
     hashes = functions.import_functions(values, in_process)
     if is_function(algo.advantage):
         rewards = (torch.arange(config.rollout.n) % 2).float().repeat(len(rows), 1)
-        group_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool), rows, algo)
+        group_advantages(rewards, mask=torch.ones_like(rewards, dtype=torch.bool), rows=rows, algo=algo)
     if is_function(algo.policy_loss):
         log_probs = torch.linspace(-2, -1, 6, requires_grad=True)
         signs = torch.tensor([1.0, 1, 1, -1, -1, -1])
-        tokens = PolicyTokens(log_probs.detach(), signs, torch.ones(6), sequences=(signs < 0).long())
+        tokens = PolicyTokens(log_probs.detach(), advantages=signs, weights=torch.ones(6), sequences=(signs < 0).long())
         settings = PolicyLossSettings(policy_loss=algo.policy_loss)
-        policy_loss(log_probs, torch.ones(6, requires_grad=True), tokens, settings)
+        policy_loss(log_probs, entropy=torch.ones(6, requires_grad=True), tokens=tokens, settings=settings)
     return hashes
