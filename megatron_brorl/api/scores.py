@@ -67,7 +67,7 @@ def score(
     extracted = [_find_answer(prompt, response, config) for prompt, response in flat]
 
     # The same worker processes as in a run. They end with this call.
-    requests = [ScoreRequest(prompt, *(answer or _CUT_OFF)) for (prompt, _), answer in zip(flat, extracted, strict=True)]
+    requests = [ScoreRequest(pair[0], *(answer or _CUT_OFF)) for pair, answer in zip(flat, extracted, strict=True)]
     names = {prompt.verifier for prompt in prompts} - {custom.IN_PROCESS}
     impure = check_verifiers(names, config).impure
     with RewardPool(config.workers, config.timeout_s, impure=impure, function=function) as pool:
