@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError as UserError
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _PUBLIC = {
     "Callback": "megatron_brorl.train.callbacks",
