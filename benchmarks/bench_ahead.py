@@ -114,7 +114,7 @@ def main() -> None:
     )
     parser.add_argument("--mean", type=float, default=9000, help="tokens of a response")
     parser.add_argument("--longest", type=int, default=15360)
-    parser.add_argument("--rows", type=int, default=148, help="that an engine decodes at a time")
+    parser.add_argument("--rows", type=int, default=145, help="that an engine decodes at a time")
     parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
     args = parser.parse_args()
 

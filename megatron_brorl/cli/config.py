@@ -72,9 +72,9 @@ def add_commands(commands: Any) -> None:
     command = commands.add_parser("init", help=text, description=text)
     command.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="file to write (%(default)s)")
     command.add_argument("--model", default="", metavar="DIR", help="Hugging Face directory, or a name on the hub")
-    text = "JSONL or Parquet file to train on; columns are detected from its first row"
+    text = "JSONL, Parquet or CSV file to train on; columns are detected from its first row"
     command.add_argument("--data", default="", metavar="FILE", help=text)
-    command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet file to evaluate on")
+    command.add_argument("--held-out", default="", metavar="FILE", help="JSONL, Parquet or CSV file to evaluate on")
     for key in ("prompt", "answer", "task"):
         command.add_argument(f"--{key}", default="", metavar="COLUMN", help=f"column of the data: data.columns.{key}")
     text = 'data.verifier: "math", another verifier, or a function of your own, my_reward.py:score'

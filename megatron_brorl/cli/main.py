@@ -159,7 +159,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
             text = "resume although files of your own functions have changed; run.json records both hashes of each"
             command.add_argument("--accept-changed-functions", action="store_true", help=text)
         if name == "evaluate":
-            text = "JSONL or Parquet file with prompts (evaluate.benchmarks); may be given several times"
+            text = "JSONL, Parquet or CSV file with prompts (evaluate.benchmarks); may be given several times"
             command.add_argument("--benchmark", action="append", metavar="[NAME=]FILE", help=text)
         command.set_defaults(command=function, name=name)
 

@@ -144,6 +144,7 @@ def _agent(config: Config) -> Iterator[Rule]:
     yield from _without_effect(config, "agent")
     yield "data.chat", on and not config.data.chat, f"must be true with {name}, which calls the model with messages"
     yield "data.system_prompt", on and bool(config.data.system_prompt), f"remove it: {name} writes the messages"
+    yield "data.template", on and config.data.template != "{prompt}", f"remove it: {name} writes the messages"
     yield "rollout.engine", on and config.rollout.engine == "trtllm", f'must be "torch" or "vllm" with {name}'
     yield "rollout.partial_tokens", on and bool(config.rollout.partial_tokens), f"must be 0 with {name}"
     yield "algo.advantage", on and config.algo.advantage == "gae", f'must not be "gae" with {name}'

@@ -182,7 +182,7 @@ class MixtureConfig:
 class DataConfig:
     """Prompts: files, mixtures of files, or generated tasks.
 
-    A file is a JSONL or Parquet path, or hf://datasets/OWNER/NAME/FILE on the Hugging Face hub.
+    A file is a JSONL, Parquet or CSV path, or hf://datasets/OWNER/NAME/FILE on the Hugging Face hub.
     """
 
     train: tuple[str, ...] = key((), "Training files. Their rows are shuffled in every epoch.")
@@ -298,9 +298,7 @@ class EngineConfig:
     python: str = key("", 'Python interpreter of the engine\'s environment. "" uses that of the trainer.')
     tensor: Count = key(1, "Tensor-parallel size. That many consecutive ranks of a node share one engine.")
     memory_fraction: Fraction = key(
-        0.85,
-        "Fraction of GPU memory for the engine. vLLM uses this fraction of the whole memory for weights and KV "
-        "cache. TensorRT-LLM uses it for the KV cache, of the memory that trainer and engine weights leave free.",
+        0.85, "KV cache as a fraction of the GPU memory that trainer, engine weights, CUDA contexts and graphs leave."
     )
     kv_dtype: Literal["auto", "fp8"] = key("auto", 'Data type of the KV cache. "auto" uses rollout.dtype.')
     quantization: Literal["none", "fp8"] = key(

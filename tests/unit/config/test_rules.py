@@ -96,6 +96,7 @@ FP8 = [*BF16, "fp8.recipe=tensorwise"]
         (["data.tasks=[{name='gcd'}]", "data.train=['a']"], "give either data.tasks or files"),
         (["data.train=['a']", "data.mixture=[{files=['b'], weight=1}]"], "give either data.train or data.mixture"),
         (["data.system_prompt=x"], 'data.system_prompt = "x": needs data.chat = true'),
+        (["agent.function=a.py:f", "data.chat=true", "data.template=Q: {prompt}"], "remove it: agent.function = a.py"),
     ],
 )
 def test_a_broken_rule_names_the_key_and_its_place(overrides, message):
