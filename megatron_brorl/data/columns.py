@@ -43,8 +43,8 @@ def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tupl
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
         # An unnamed column may have the name of a key and another meaning. Answer and target must be text or numbers.
         # "task" is no key of this project's rows, which have metadata.task instead.
-        is_other = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
-        is_read = value is not _MISSING and (name != "" or not is_other)
+        has_other_meaning = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
+        is_read = value is not _MISSING and (name != "" or not has_other_meaning)
         row[key] = value if is_read else None
         if is_read and key != "task":
             others.pop(name or key, None)

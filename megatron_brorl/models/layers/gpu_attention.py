@@ -27,7 +27,7 @@ def supports(query: Tensor) -> bool:
 class Pieces:
     """Attention of consecutive pieces of a stream's T queries to one range of n keys each."""
 
-    limits: tuple[Tensor, Tensor, int, int]  # ends of queries and keys, [pieces + 1] int32, and most of each
+    limits: tuple[Tensor, Tensor, int, int]  # ends of queries and keys, [pieces + 1] int32; most per piece
     causal: bool
     ignored: Tensor | None = None  # [T, 1] bool: queries without keys. Their piece has one key, of weight 0.
 

@@ -102,7 +102,8 @@ class FlashDecode(DecodeOps):
         return dtype == torch.float32 and head_dim % 4 == 0
 
     def prepare(self, batch: DecodeBatch, page: int, queries_per_key: int) -> DecodeBatch:
-        rows, device = len(batch.lengths), batch.lengths.device
+        rows = len(batch.lengths)
+        device = batch.lengths.device
         row_starts = torch.arange(rows + 1, device=device)
         group_starts = torch.searchsorted(batch.prompts, torch.arange(len(batch.prompt_lengths) + 1, device=device))
 
@@ -112,8 +113,8 @@ class FlashDecode(DecodeOps):
             # An empty group has the first query of the next group, or Q. Of equal entries, take the last group.
             sequence = torch.searchsorted(first_query, query, right=True) - 1
             key_starts = pad(table[:, 0] * page, (0, 1))
-            # Rows that pad a batch may make a group larger than `max_rows`. Nothing reads their results.
             max_queries = max_rows * queries_per_key
+            # Rows that pad a batch may make a group larger than `max_rows`. Nothing reads their results.
             rank = (query - first_query[sequence]).clamp(max=max_queries - 1)
             return _Sequences(first_query.int(), key_starts.int(), lengths.int(), max_queries, sequence, rank)
 
