@@ -65,7 +65,8 @@ def linear_ppo_loss(
     shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
     check_devices("linear_ppo_loss", hidden, *vars(tokens).values())
     if settings.of_sequences:
-        return policy_loss(*_FusedLogProbs.apply(hidden, weight, ids, shard), tokens, settings)
+        log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
+        return policy_loss(log_probs, entropy, tokens, settings)
     needs_grad = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     order = None
     trained = len(hidden)

@@ -127,7 +127,6 @@ class _LinearLogProbs(torch.autograd.Function):
             in_shard = (local_ids >= 0) & (local_ids < live)
             d_logits.scatter_add_(-1, local_ids.clamp(0, live - 1), in_shard * log_prob_grad)
             d_logits = d_logits.div_(temperature).to(hidden.dtype)
-
             grad_hidden[chunk] = (d_logits @ head).to(grad_hidden.dtype)
             if grad_weight is not None:
                 grad_weight[:live] += (d_logits.t() @ chunk_hidden).to(grad_weight.dtype)
