@@ -54,5 +54,5 @@ for _category, _message in (
 ):
     warnings.filterwarnings("ignore", message=_message, category=_category)
 
-# The package's own __init__ is empty, so this import is cheap.
+# The __init__ of megatron_brorl.train is empty, so this import is cheap.
 importlib.import_module(f"{__name__}.train").__class__ = _Train

@@ -87,7 +87,7 @@ class LogEntry(NamedTuple):
         return f"{self.kind} {self.shown}"
 
     def file(self, rest: str) -> str:
-        """Return the name of a file of this entry."""
+        """Return the name of a file of this entry. rest: "groups" or "rollouts." and the rank."""
         return f"{self.kind}_{self.number:06d}.{rest}.parquet"
 
 
@@ -119,8 +119,8 @@ def prepare_folder(folder: Path, resume_step: int | None) -> None:
             entry = _entry_of(path)
             if entry and resume_step is not None:
                 # The evaluation after step N runs before the checkpoint of step N is saved, so it is kept.
-                first = resume_step if entry.kind == "step" else resume_step + 1
-                if entry.number >= first:
+                first_repeated = resume_step if entry.kind == "step" else resume_step + 1
+                if entry.number >= first_repeated:
                     path.unlink()
     except OSError as e:
         raise UserError(f"{folder}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
@@ -172,10 +172,10 @@ def one_line(text: str, max_chars: int = 0) -> str:
     line = " ".join(printable(text).split())
     if not max_chars or len(line) <= max_chars:
         return line
-    # The end gets two thirds of the room, because a response ends with its answer and a prompt with its question.
-    room = max_chars - len(" ... ")
-    head = room // 3
-    return f"{line[:head]} ... {line[len(line) - (room - head) :]}"
+    # The end keeps two thirds of the text, because a response ends with its answer and a prompt with its question.
+    kept_chars = max_chars - len(" ... ")
+    head = kept_chars // 3
+    return f"{line[:head]} ... {line[len(line) - (kept_chars - head) :]}"
 
 
 def _entry_of(path: Path) -> LogEntry | None:

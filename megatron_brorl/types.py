@@ -42,7 +42,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # additional data for the verifier
     target: str | None = None  # the response for supervised training; None: the answer
     demonstration: Demonstration | None = None  # the response for supervised training if it has observations
-    columns: Mapping[str, Any] = field(default_factory=dict)  # of the file, as read; without those that have a key
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of the file, as read, without those of the fields above
 
     @property
     def task(self) -> str:
@@ -64,10 +64,9 @@ class Episode:
     calls: int = 0  # tool calls, with malformed ones
     malformed: int = 0  # tool calls that could not be parsed or executed with their arguments
     score: ScoreResult | None = None  # the environment's reward; None while the rollout is unfinished
-    # Of an agent: the index of the first token of each sequence, whose prompt is not sampled, and the text that the
-    # row's verifier scores, None if the agent has given the score.
+    # Of an agent: the index of the first token of each sequence, which begins with a prompt that is not sampled.
     starts: tuple[int, ...] = ()
-    text: str | None = None
+    text: str | None = None  # of an agent: what the row's verifier scores; None if the agent has given the score
 
 
 @dataclass(frozen=True)
@@ -197,5 +196,5 @@ class Experience:
         return [int(row.sum()) for row in self.sampled]
 
     def select(self, rows: list[int]) -> Experience:
-        """Return the given rows in the given order."""
+        """Return the given rows in the given order. Columns that are None or () stay so."""
         return Experience(**{name: column and tuple(column[i] for i in rows) for name, column in vars(self).items()})

@@ -166,7 +166,7 @@ class Advantage:
     takes_k: bool = False  # the formula also receives k, the config key algo.pass_k
 
 
-# Their meanings are in config.schema.
+# The values of algo.advantage, which config.schema explains.
 ADVANTAGES = {
     # REINFORCE++-baseline (Hu et al. 2025, section 3.2), per trajectory as in BroRL, section 3.1.
     "reinforce_pp_baseline": Advantage(group_baseline, whitened=True),
@@ -202,6 +202,7 @@ def group_advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, 
 
     function = functions.find("algo.advantage", algo.advantage)
     advantages = function(rewards.shape, "an advantage per reward", rewards=rewards, mask=mask, rows=rows)
-    for group, rollout in (mask & ~advantages.isfinite()).nonzero()[:1].tolist():  # the first, if any
+    if invalid := (mask & ~advantages.isfinite()).nonzero().tolist():
+        group, rollout = invalid[0]
         function.refuse(f"returned {advantages[group, rollout]:g} for rollout {rollout} of row {rows[group]['id']!r}")
     return torch.where(mask, advantages.detach().double(), 0.0)

@@ -40,7 +40,7 @@ class AlgorithmFunction:
             self.refuse(f"must take ({', '.join(parameters)}): {e}")
 
     def __call__(self, shape: Sequence[int], entries: str, **arguments: Any) -> Tensor:
-        """Return the result, a float tensor of this shape, which `entries` explains. Raises StepError."""
+        """Return the result, a float tensor of this shape. entries: what it holds, for messages. Raises StepError."""
         try:
             result = self.function(**arguments)
         except Exception as e:

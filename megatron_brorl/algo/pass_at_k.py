@@ -36,13 +36,13 @@ def pass_at_each_k(counts: Sequence[tuple[int, int]]) -> dict[int, list[float]]:
     return {k: [pass_at_k(n, right, k) for n, right in counts if n >= k] for k in ks}
 
 
-def widest(passes: Mapping[str, float]) -> tuple[int, float] | None:
-    """Return the largest k above 1 and its value from {str(k): pass@k}; None if there is none.
+def widest(rates: Mapping[str, float]) -> tuple[int, float] | None:
+    """Return the largest k above 1 and its pass@k, from rates {str(k): pass@k}; None if there is none.
 
-    It is shown next to pass@1, because training that sharpens a policy raises pass@1 and may lower pass@k.
+    Reports show it next to pass@1, because training that sharpens a policy raises pass@1 and may lower pass@k.
     """
-    k = max((int(k) for k in passes), default=1)
-    return (k, passes[str(k)]) if k > 1 else None
+    k = max((int(k) for k in rates), default=1)
+    return (k, rates[str(k)]) if k > 1 else None
 
 
 def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
@@ -57,10 +57,11 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     k = min(k, n - 1)
     if c in (0, n) or k < 1:
         return torch.zeros_like(rewards)
-    # C(n - c, k) / C(n - 1, k), the chance that k of a right rollout's siblings are all wrong.
-    right = k * math.prod(max(n - c - i, 0) / (n - 1 - i) for i in range(k))
-    values = torch.tensor([-right * c / (n - c), right], dtype=torch.float64)
-    return values[(rewards == 1).long()].to(rewards.dtype)
+    # The product is C(n - c, k) / C(n - 1, k), the chance that k of a right rollout's siblings are all wrong.
+    advantage_of_right = k * math.prod(max(n - c - i, 0) / (n - 1 - i) for i in range(k))
+    advantage_of_wrong = -advantage_of_right * c / (n - c)
+    by_reward = torch.tensor([advantage_of_wrong, advantage_of_right], dtype=torch.float64)
+    return by_reward[(rewards == 1).long()].to(rewards.dtype)
 
 
 def mixed_share(counts: Sequence[Sequence[int]], n: int) -> float:

@@ -51,7 +51,7 @@ class PolicyLossSettings:
 
     @property
     def of_sequences(self) -> bool:
-        """Return whether the loss of a token depends on other tokens, or may, so that it needs tokens.sequences."""
+        """Return whether the loss of a token may depend on other tokens. It then needs PolicyTokens.sequences."""
         return self.ratio == "sequence" or is_function(self.policy_loss)
 
 
@@ -111,7 +111,7 @@ class PolicyLossEntry:
 
     # (ratio [R] = pi / pi_old, advantages [R], settings) -> the objective of each token
     formula: Callable[[Tensor, Tensor, PolicyLossSettings], Objective]
-    # The constants of the function in csrc, in its order.
+    # settings -> the constants of the function in csrc, in the order in which it reads them
     constants: Callable[[PolicyLossSettings], tuple[float, ...]]
 
 
@@ -147,9 +147,9 @@ class PolicyTokens:
     reference_log_probs: Tensor | None = None  # [R]; required if kl_coef is not 0
     sequences: Tensor | None = None  # [R] int64, the index of the sequence; required if settings.of_sequences
 
-    def where(self, live: Tensor | slice) -> PolicyTokens:
-        """Return the tokens selected by a mask [R] bool or a slice."""
-        selected: dict[str, Any] = {k: None if v is None else v[live] for k, v in vars(self).items()}
+    def where(self, index: Tensor | slice) -> PolicyTokens:
+        """Return the tokens selected by a mask [R] bool, by indices int64 or by a slice."""
+        selected: dict[str, Any] = {k: None if v is None else v[index] for k, v in vars(self).items()}
         return PolicyTokens(**selected)
 
 
@@ -240,7 +240,7 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
             distance,
             ratio,
             entropy,
-            live[live],  # 1 per token
+            live[live],  # true for each token, so that the sum is their number
         )
         totals = [x.detach().double().sum() for x in per_token]
         maxima = [x.detach().double().max() if len(x) else totals[0].new_zeros(()) for x in (ratio, distance)]
@@ -265,7 +265,8 @@ def _user_objective(
     loss = function(log_probs.shape, "a loss per token", **inputs, mask=live, sequence=sequence)
     if log_probs.requires_grad and not loss.requires_grad:
         function.refuse("returned a loss without gradient: compute it from log_probs or entropy, without detach()")
-    for token in (live & ~loss.isfinite() & log_probs.isfinite()).nonzero().flatten()[:1].tolist():  # the first, if any
+    if invalid := (live & ~loss.isfinite() & log_probs.isfinite()).nonzero().flatten().tolist():
+        token = invalid[0]
         values = ", ".join(f"{name} {float(x[token]):g}" for name, x in inputs.items())
         function.refuse(f"returned {float(loss[token]):g} for a token with {values}")
     return Objective(-loss[live].to(log_probs.dtype), unclipped, unclipped, unclipped)

@@ -22,7 +22,7 @@ def shaped(
 ) -> Tensor:
     """Return the rewards with all terms that the configuration adds at a step; tensors [...] of one shape.
 
-    right bool: whether a response counts as correct. tokens: those of each response that the model sampled, at most
+    right: bool, whether a response counts as correct. tokens: number of tokens that the model sampled for it, at most
     max_tokens. repeats: number of repeated n-grams of each response (repeated_ngrams).
     """
     result = rewards

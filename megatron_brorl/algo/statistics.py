@@ -83,7 +83,7 @@ class Paired:
 
     difference: Interval  # mean and 95% bootstrap interval over prompts
     t: float
-    degrees: int
+    degrees: int  # degrees of freedom
     one_tailed: float  # probability of a larger t if there is no difference
     two_tailed: float
 
@@ -101,8 +101,8 @@ def paired(
     d = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     n = len(d)
     mean = float(d.mean())
-    error = float(d.std(ddof=1)) / math.sqrt(n)
-    t = mean / error if error else (math.copysign(math.inf, mean) if mean else 0.0)
+    standard_error = float(d.std(ddof=1)) / math.sqrt(n)
+    t = mean / standard_error if standard_error else (math.copysign(math.inf, mean) if mean else 0.0)
     return Paired(
         difference=bootstrap_mean(d.tolist(), resamples, seed, bounds),
         t=t,

@@ -25,24 +25,26 @@ _ANSWERS += ("reward_model.ground_truth", "label")
 
 
 def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a row with this project's keys and "task", and the columns that no key takes as a whole.
+    """Return a row with this project's keys and "task", and the other columns.
 
-    If data.columns names no column, the row keeps all of its keys, and no column is left. Finite numbers as answer,
-    target, id or task become text. Raises UserError if a named column or a match of answer_regex is missing.
+    The other columns include that of the task, and a column of which a key reads only a part ("a.b"). If data.columns
+    names no column, the row keeps all of its keys, and there are no other columns. Finite numbers as answer, target,
+    id or task become text. Raises UserError if a named column or a match of answer_regex is missing.
     """
     is_mapped = columns != ColumnsConfig()
     row: dict[str, Any] = {} if is_mapped else dict(raw)
     others = dict(raw) if is_mapped else {}
-    for key in (*KEYS, "task") if is_mapped else ():
+    keys = (*KEYS, "task") if is_mapped else ()
+    for key in keys:
         name = getattr(columns, key, "")  # identifiers, verifiers and metadata cannot be renamed
         value = _find(raw, name or key)
         # A named column must be in every row, although it may be null. Unnamed columns may be missing.
         if name and value is _MISSING:
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
-        # An unnamed column may have the name of a key by chance. "task" is read only if it is named, and an answer must
-        # be a text or a number.
-        by_chance = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
-        is_read = value is not _MISSING and bool(name or not by_chance)
+        # An unnamed column may have the name of a key and another meaning. Answer and target must be text or numbers.
+        # "task" is no key of this project's rows, which have metadata.task instead.
+        has_other_meaning = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
+        is_read = value is not _MISSING and (name != "" or not has_other_meaning)
         row[key] = value if is_read else None
         if is_read and key != "task":
             others.pop(name or key, None)

@@ -166,7 +166,7 @@ def read_rope(
 
 
 def _check(config: ConfigJson, rope: dict[str, Any], name: str, supported: Sequence[str]) -> None:
-    """Raise UserError for a key of a rope object that asks for an unsupported rotation."""
+    """Raise UserError for a key that asks for an unsupported rotation. Remove partial_rotary_factor from `rope`."""
     kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in supported:
         raise UserError(

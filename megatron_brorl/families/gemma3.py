@@ -34,8 +34,8 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     layers = config.get("num_hidden_layers", int, most=10_000)
 
     # Find the local layers. Earlier versions of transformers wrote only the interval between full layers.
-    every = config.get("sliding_window_pattern", int, 6)
-    kinds = config.get("layer_types", list, []) or [_LOCAL if (i + 1) % every else _FULL for i in range(layers)]
+    interval = config.get("sliding_window_pattern", int, 6)
+    kinds = config.get("layer_types", list, []) or [_LOCAL if (i + 1) % interval else _FULL for i in range(layers)]
     # A guess for a missing layer would rotate it wrongly without any error.
     if len(kinds) != layers or not all(kind in (_LOCAL, _FULL) for kind in kinds):
         raise UserError(f"{config.where}: layer_types = {shown(kinds)}: must name {_LOCAL} or {_FULL} for each layer")
@@ -44,10 +44,10 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     # Local layers are never scaled, full layers at most linearly. rope_scaling overrides keys of the full layers.
     # A base outside of the rope objects is the default.
     ropes = ConfigJson(config.get("rope_parameters", dict, {}), config.where)
-    full = {**ropes.get(_FULL, dict, {}), **config.get("rope_scaling", dict, {})}
-    theta, scaling = read_rope(config, full, _FULL, config.get("rope_theta", float, 1e6), ("default", "linear"))
-    base = config.get("rope_local_base_freq", float, 1e4)
-    local_theta, _ = read_rope(config, ropes.get(_LOCAL, dict, {}), _LOCAL, base, ("default",))
+    full_rope = {**ropes.get(_FULL, dict, {}), **config.get("rope_scaling", dict, {})}
+    theta, scaling = read_rope(config, full_rope, _FULL, config.get("rope_theta", float, 1e6), ("default", "linear"))
+    default_base = config.get("rope_local_base_freq", float, 1e4)
+    local_theta, _ = read_rope(config, ropes.get(_LOCAL, dict, {}), _LOCAL, default_base, ("default",))
 
     context = config.get("max_position_embeddings", int)
     # The scale of attention scores does not follow from head_dim.

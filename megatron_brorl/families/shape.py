@@ -165,8 +165,8 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
     config = ConfigJson({**family.defaults, **raw}, where)
 
     # Refuse unsupported models before any size is read.
-    by_type = Requirement("model_type", (family.model_type, None), f"architectures says {architecture}")
-    for requirement in (by_type, *_OF_EVERY_FAMILY, *family.requires):
+    model_type = Requirement("model_type", (family.model_type, None), f"architectures says {architecture}")
+    for requirement in (model_type, *_OF_EVERY_FAMILY, *family.requires):
         config.require(requirement)
 
     # A key that is read without a default must be present.

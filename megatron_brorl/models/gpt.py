@@ -270,12 +270,9 @@ def check_layout(
 
     keys: names of the two sizes in the error message.
     """
-    for key, value in [
-        ("num_attention_heads", shape.heads),
-        ("num_key_value_heads", shape.kv_heads),
-        # Experts are not split, apart from the shared one.
-        ("shared_expert_intermediate_size", shape.shared_ffn) if shape.experts else ("intermediate_size", shape.ffn),
-    ]:
+    # Experts are not split, apart from the shared one.
+    ffn = ("shared_expert_intermediate_size", shape.shared_ffn) if shape.experts else ("intermediate_size", shape.ffn)
+    for key, value in (("num_attention_heads", shape.heads), ("num_key_value_heads", shape.kv_heads), ffn):
         if value % tp_size:
             raise UserError(f"{keys[0]} = {tp_size} does not divide {key} = {value} of the model")
     if shape.layers % pp_size:
@@ -461,13 +458,12 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
         norm = fused.FusedRmsNorm
         attention.linear_qkv = fused.FusedColumnLinear
         attention.linear_proj = fused.FusedRowLinear
+        mlp.linear_fc2 = fused.FusedSwiGluLinear
         if shape.experts:
             experts, shared = fused.FusedExperts, fused.FusedSharedExpert
-            mlp.linear_fc2 = fused.FusedSwiGluLinear
         else:
             mlp.linear_fc1 = fused.FusedColumnLinear
             mlp.activation_func = fused.PassThroughActivation
-            mlp.linear_fc2 = fused.FusedSwiGluLinear
         # FusedAttention computes in float32 and does not support segments that are split over ranks.
         if config.context_parallel_size == 1 and config.params_dtype != torch.float64:
             layer.self_attention.module = fused.FusedSelfAttention

@@ -13,7 +13,7 @@ from megatron_brorl.algo.advantages import moments, whiten
 from megatron_brorl.ops.reference import advantages, linear, sampling
 from megatron_brorl.ops.reference.decode import DecodeOps
 
-if TYPE_CHECKING:  # Importing it loads the extension.
+if TYPE_CHECKING:  # This import loads the extension.
     from megatron_brorl.ops.fused.backend import FusedBackend
 
 

@@ -6,7 +6,7 @@ the paper leaves open.
 
 The columns `predicted_*` are the terms of Theorem 1 for one plain gradient step of size lr. The columns `moved_*` split
 the first-order change of Q_pos by the optimizer's actual step into drawn and undrawn tokens. AdamW's step is linear in
-its first moment, so this split is exact with a second first moment of the gradients of undrawn tokens.
+its first moment, so this split is exact: the gradients of undrawn tokens have a first moment of their own.
 """
 
 from __future__ import annotations
@@ -213,15 +213,15 @@ class _Optimizer:
 
 
 def write_csv(path: Path, curves: Sequence[Curves], every: int) -> None:
-    """For each simulation, write one line per `every` steps. Changes are summed over these steps."""
-    changes = COLUMNS.index("measured")
+    """Write one line per `every` steps of each simulation. Changes are summed over these steps."""
+    first_change = COLUMNS.index("measured")  # Changes by a step are in this column and all after it.
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["N", "seed", *COLUMNS])
         for curve in curves:
-            last = len(curve.values) - 1
-            sums = np.cumsum(curve.values[:, changes:], axis=0)
-            marks = sorted({*range(0, last + 1, every), last})
-            for mark, previous in zip(marks, [0, *marks], strict=False):
-                row = [*curve.values[mark, 1:changes], *(sums[mark] - sums[previous])]
-                writer.writerow([curve.n, curve.seed, mark, *(f"{float(x):.9g}" for x in row)])
+            last_step = len(curve.values) - 1
+            sums = np.cumsum(curve.values[:, first_change:], axis=0)
+            steps = sorted({*range(0, last_step + 1, every), last_step})
+            for step, previous in zip(steps, [0, *steps], strict=False):
+                row = [*curve.values[step, 1:first_change], *(sums[step] - sums[previous])]
+                writer.writerow([curve.n, curve.seed, step, *(f"{float(x):.9g}" for x in row)])

@@ -107,53 +107,52 @@ class _Draws:
     def halves(self) -> Tensor:
         """Assign the draws of every position to halves 0 and 1 in turn, [M]."""
         order = self.position.argsort(stable=True)
-        count = torch.bincount(self.position, minlength=self.size)
-        first = count.cumsum(0) - count  # index of the first draw of each position in that order
+        counts = torch.bincount(self.position, minlength=self.size)
+        first = counts.cumsum(0) - counts  # index of the first draw of each position in that order
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order)) - first[self.position[order]]
         return rank % 2
 
 
 def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
-    """Return the change of Q, times the number of siblings, from tokens that half of them drew, [S].
+    """Return n dQ = sum_j p_j (f_j - Q) p_j (R_j - S_R) over tokens j that half of the n siblings drew, [S].
 
-    p [K]: the probability of each pair. One half takes the step, with its own means as R_j and its own S_R. The other
-    half estimates p_j (f_j - Q) without bias, by the covariance of token and reward. The result is the mean over both
-    assignments of the halves.
+    p [K]: the probability of each pair. The symbols are those of token_level. The steps p_j (R_j - S_R) come from one
+    half of the siblings. The covariances of token and reward in the other half estimate p_j (f_j - Q) without bias.
+    The result is the mean over both assignments of the halves.
     """
     half = draws.halves()
-    sums = draws.sum_by_position
     steps = []
     covariances = []
     for h in (0, 1):
         in_half = (half == h).double()
-        count = draws.sum_by_pair(in_half)
-        earned = draws.sum_by_pair(in_half * draws.reward)
-        drawn = sums(count)
-        mean = (sums(earned) / drawn)[draws.pair_position]
-        covariances.append((earned - count * mean) / (drawn - 1)[draws.pair_position])
+        pair_count = draws.sum_by_pair(in_half)  # draws of this half, [K]
+        pair_reward = draws.sum_by_pair(in_half * draws.reward)
+        count = draws.sum_by_position(pair_count)[draws.pair_position]  # of this half at the pair's position, [K]
+        q = draws.sum_by_position(pair_reward)[draws.pair_position] / count
+        covariances.append((pair_reward - pair_count * q) / (count - 1))
         # The surrogate does not move tokens that this half did not draw.
-        weight = torch.where(count > 0, earned / count.clamp(min=1) - mean, 0.0)
-        s_r = sums(weight * p)[draws.pair_position]
-        steps.append(torch.where(count > 0, p * (weight - s_r), 0.0))
-    return sums(covariances[0] * steps[1] + covariances[1] * steps[0]) / 2
+        weight = torch.where(pair_count > 0, pair_reward / pair_count.clamp(min=1) - q, 0.0)
+        s_r = draws.sum_by_position(weight * p)[draws.pair_position]
+        steps.append(torch.where(pair_count > 0, p * (weight - s_r), 0.0))
+    return draws.sum_by_position(covariances[0] * steps[1] + covariances[1] * steps[0]) / 2
 
 
 def _squared_covariance(draws: _Draws, centred: Tensor, n: Tensor) -> Tensor:
     """Return an unbiased estimate of sum_j Cov(token is j, reward)^2 = sum_j p_j^2 (f_j - Q)^2, [S].
 
-    This is the Hilbert-Schmidt independence criterion (Song et al. 2012, eq. 5) with the kernels "same token" and R R'
-    without their diagonals. It equals the mean, over all splits of the siblings into halves, of the product of the two
-    halves' covariances. centred [M]: rewards minus the position's mean; n [S]: siblings.
+    This is the Hilbert-Schmidt independence criterion (Song et al. 2012, eq. 5) of two matrices over pairs of siblings
+    with zero diagonals: K is 1 for the same token, L is the product of the centred rewards. It equals the mean, over
+    all splits of the siblings into halves, of the product of both halves' covariances.
+    centred [M]: rewards minus the position's mean; n [S]: siblings.
     """
-    sums = draws.sum_by_position
-    count = draws.sum_by_pair(torch.ones_like(centred))
-    square_sums = draws.sum_by_pair(centred.square())
+    pair_count = draws.sum_by_pair(torch.ones_like(centred))
+    pair_squares = draws.sum_by_pair(centred.square())
     # tr(K L) and the sums of K, L and K L follow from sums over tokens. The sum of L is minus that of centred^2.
-    trace_kl = sums(draws.sum_by_pair(centred).square() - square_sums)
-    minus_sum_l = sums(square_sums)
-    sum_k = sums(count * (count - 1))
-    sum_kl = -sums((count - 1) * square_sums)
+    trace_kl = draws.sum_by_position(draws.sum_by_pair(centred).square() - pair_squares)
+    minus_sum_l = draws.sum_by_position(pair_squares)
+    sum_k = draws.sum_by_position(pair_count * (pair_count - 1))
+    sum_kl = -draws.sum_by_position((pair_count - 1) * pair_squares)
     return (trace_kl - sum_k * minus_sum_l / ((n - 1) * (n - 2)) - 2 * sum_kl / (n - 2)) / (n * (n - 3))
 
 
@@ -189,7 +188,7 @@ def _prefixes(tokens: Tensor) -> tuple[Tensor, Tensor]:
     node = torch.zeros(len(tokens), dtype=torch.int64)
     nodes = torch.zeros_like(tokens)
     shared = torch.zeros_like(tokens, dtype=torch.bool)
-    kinds = int(tokens.max()) + 2  # the tokens and -1
+    kinds = int(tokens.max()) + 2  # values that a token can have, -1 included
     for t in range(tokens.shape[1]):
         alive = tokens[:, t] >= 0
         nodes[:, t] = node

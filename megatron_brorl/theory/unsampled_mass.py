@@ -94,9 +94,9 @@ def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> d
 
     count = len(groups)
     means = sums[:, 0] / count
-    low, high = weighted_counts(means, sums[:, 1] / count**2, largest[[0, 1, 1]] / count)
-    columns = np.minimum(np.stack([means, low, high], axis=1), 1.0)  # [3, 3, H]; rounding may exceed 1
-    return dict(zip(("unsampled_mass", "u_pos2", "u_neg2"), columns, strict=True))
+    low, high = weighted_counts(means, sums[:, 1] / count**2, largest[[0, 1, 1]] / count)  # [mass, pairs, pairs]
+    estimates = np.minimum(np.stack([means, low, high], axis=1), 1.0)  # [3, 3, H]; rounding may exceed 1
+    return dict(zip(("unsampled_mass", "u_pos2", "u_neg2"), estimates, strict=True))
 
 
 def unseen_weights(counts: Ints, n: int, sampled: Ints, order: int) -> Floats:
@@ -104,17 +104,17 @@ def unseen_weights(counts: Ints, n: int, sampled: Ints, order: int) -> Floats:
 
     counts [K] int64: siblings with each outcome; sampled [H] int64: the numbers m <= n - order.
     """
-    tuples = np.ones(len(counts))
+    all_have_outcome = np.ones(len(counts))  # probability for the `order` siblings
     for i in range(order):
-        tuples = tuples * (counts - i) / (n - i)
-    # Of the remaining n siblings, c have outcome k. m random ones miss all c with probability C(n - c, m) / C(n, m).
-    n, counts = n - order, counts - order
-    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])  # log of factorials
+        all_have_outcome = all_have_outcome * (counts - i) / (n - i)
+    # Of the r remaining siblings, c have outcome k. m random ones miss all c with probability C(r - c, m) / C(r, m).
+    r = n - order
     m = sampled[:, None]
-    possible = (counts >= 0) & (n - counts - m >= 0)
-    c = np.where(possible, counts, 0)
-    rest = np.where(possible, n - c - m, 0)
-    return tuples * np.exp(np.where(possible, logs[n - c] - logs[rest] - logs[n] + logs[n - m], -np.inf))
+    possible = (counts >= order) & (r - (counts - order) - m >= 0)
+    c = np.where(possible, counts - order, 0)
+    rest = np.where(possible, r - c - m, 0)
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, r + 1)))])  # log of factorials
+    return all_have_outcome * np.exp(np.where(possible, logs[r - c] - logs[rest] - logs[r] + logs[r - m], -np.inf))
 
 
 def _counts(outcomes: Ints, right: Bools) -> tuple[Ints, Floats]:

@@ -106,12 +106,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if gpu_attention.supports(query):
         calls = [segments.self_attention]
-        keys = [key, value]
+        keys_values = [key, value]
         if segments.shared:
             to_prompts, copies = segments.prompts
             calls.append(to_prompts)
-            keys += [copies.select(key), copies.select(value)]
-        return _Attention.apply(scale, calls, query, *keys)
+            keys_values += [copies.select(key), copies.select(value)]
+        return _Attention.apply(scale, calls, query, *keys_values)
 
     outputs = []
     begin = 0
@@ -193,15 +193,15 @@ class PackedAttention(torch.nn.Module):
         queries = _runs(tuple((count, length // size) for count, length in segments), query)
         outputs = []
         for (_, length), (q,), (k, v) in zip(segments, queries, _runs(segments, key, value), strict=True):
-            chunk = length // (2 * size)
+            chunk_length = length // (2 * size)
             # parallel.packing has padded every segment to a multiple of 2 * size, so chunks are equal.
-            halves = q.unflatten(2, (2, chunk)).transpose(1, 2)  # [count, 2, heads, chunk, d]
+            halves = q.unflatten(2, (2, chunk_length)).transpose(1, 2)  # [count, 2, heads, chunk, d]
 
             # A chunk attends to all earlier tokens of its segment, and causally to itself.
             attended = []
-            for half, place in ((0, rank), (1, 2 * size - 1 - rank)):
-                visible = (place + 1) * chunk  # keys from the start of the segment to the end of the chunk
-                mask = torch.ones(chunk, visible, dtype=torch.bool, device=q.device).tril(visible - chunk)
+            for half, chunk in ((0, rank), (1, 2 * size - 1 - rank)):
+                visible = (chunk + 1) * chunk_length  # keys from the start of the segment to the end of the chunk
+                mask = torch.ones(chunk_length, visible, dtype=torch.bool, device=q.device).tril(visible - chunk_length)
                 attended.append(
                     scaled_dot_product_attention(
                         halves[:, half], k[:, :, :visible], v[:, :, :visible], mask, scale=self.scale, enable_gqa=True
@@ -246,13 +246,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scale: float, calls: Sequence[gpu_attention.Pieces | _Runs], query: Tensor, *keys: Tensor
+        ctx: Any, scale: float, calls: Sequence[gpu_attention.Pieces | _Runs], query: Tensor, *keys_values: Tensor
     ) -> Tensor:
         """query [t, heads, d], and key and value [n, kv_heads, d] of each call -> [t, heads, d]."""
-        out, lse = calls[0].forward(query, keys[:2], scale)
+        out, lse = calls[0].forward(query, keys_values[:2], scale)
         if len(calls) == 2:
-            out, lse = _merge(out, lse, *calls[1].forward(query, keys[2:], scale))
-        ctx.save_for_backward(query, out, lse, *keys)
+            out, lse = _merge(out, lse, *calls[1].forward(query, keys_values[2:], scale))
+        ctx.save_for_backward(query, out, lse, *keys_values)
         ctx.calls = calls
         ctx.scale = scale
         return out
@@ -260,15 +260,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of forward's inputs, given the gradient [t, heads, d] of its result."""
-        query, out, lse, *keys = ctx.saved_tensors
+        query, out, lse, *keys_values = ctx.saved_tensors
         grad = upstream[0].contiguous()
-        total = None
-        grad_keys: list[Tensor] = []
+        query_grad = None
+        key_value_grads: list[Tensor] = []
         for i, call in enumerate(ctx.calls):
-            grad_query, *call_grad_keys = call.backward(grad, query, keys[2 * i : 2 * i + 2], out, lse, ctx.scale)
-            total = grad_query if total is None else total + grad_query
-            grad_keys += call_grad_keys
-        return None, None, total, *grad_keys
+            key_value = keys_values[2 * i : 2 * i + 2]
+            call_query_grad, *call_grads = call.backward(grad, query, key_value, out, lse, ctx.scale)
+            query_grad = call_query_grad if query_grad is None else query_grad + call_query_grad
+            key_value_grads += call_grads
+        return None, None, query_grad, *key_value_grads
 
 
 @dataclass(frozen=True)
@@ -279,20 +280,20 @@ class _Runs:
     keys: tuple[tuple[int, int], ...]
     causal: bool
 
-    def forward(self, query: Tensor, keys: Sequence[Tensor], scale: float) -> Iterator[Tensor]:
+    def forward(self, query: Tensor, key_value: Sequence[Tensor], scale: float) -> Iterator[Tensor]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        runs = zip(_runs(self.queries, query), _runs(self.keys, *keys), strict=True)
+        runs = zip(_runs(self.queries, query), _runs(self.keys, *key_value), strict=True)
         parts = [flash(*q, *kv, dropout_p=0.0, is_causal=self.causal, scale=scale) for q, kv in runs]
-        return (_concatenate([_flat(p[i]) for p in parts]) for i in range(2))
+        return (_concatenate([_flat(p[i]) for p in parts]) for i in range(2))  # output and log-sum-exp
 
     def backward(
-        self, grad: Tensor, query: Tensor, keys: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float
+        self, grad: Tensor, query: Tensor, key_value: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float
     ) -> Iterator[Tensor]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        runs = zip(_runs(self.queries, grad, query, out, lse), _runs(self.keys, *keys), strict=True)
+        runs = zip(_runs(self.queries, grad, query, out, lse), _runs(self.keys, *key_value), strict=True)
         settings = {"dropout_p": 0.0, "is_causal": self.causal, "scale": scale}
-        parts = [flash(g, q, *kv, o, lse, **settings) for (g, q, o, lse), kv in runs]
-        return (_concatenate([_flat(p[i]) for p in parts]) for i in range(3))
+        parts = [flash(g, q, *kv, o, run_lse, **settings) for (g, q, o, run_lse), kv in runs]
+        return (_concatenate([_flat(p[i]) for p in parts]) for i in range(3))  # query, key and value
 
 
 def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ class FusedSelfAttention(SelfAttention):
     """
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None, None]:
-        """hidden_states [T, 1, H] -> [T, kv_heads, heads of each + 2, d], not yet rotated, in place of the query."""
+        """hidden_states [T, 1, H] -> [T, kv_heads, queries of each + 2, d], not yet rotated, in place of the query."""
         projected, _ = self.linear_qkv(hidden_states)
         qkv = projected.view(
             len(projected), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head

@@ -27,25 +27,26 @@ def supports(query: Tensor) -> bool:
 class Pieces:
     """Attention of consecutive pieces of a stream's T queries to one range of n keys each."""
 
-    limits: tuple[Tensor, Tensor, int, int]  # ends of the queries and keys, [pieces + 1] int32, and longest of each
+    limits: tuple[Tensor, Tensor, int, int]  # ends of queries and keys, [pieces + 1] int32; most per piece
     causal: bool
     ignored: Tensor | None = None  # [T, 1] bool: queries without keys. Their piece has one key, of weight 0.
 
-    def forward(self, query: Tensor, keys: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key_value: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
         """query [T, heads, d], key and value [n, kv_heads, d] -> output and log-sum-exp of the scores [T, heads]."""
         if query.dtype in _FLASH:
-            flash = torch.ops.aten._flash_attention_forward  # last arguments: dropout, causal, debug mask
-            out, lse = flash(query, *keys, *self.limits, 0.0, self.causal, False, scale=scale)[:2]
+            flash = torch.ops.aten._flash_attention_forward
+            settings = {"dropout_p": 0.0, "is_causal": self.causal, "return_debug_mask": False, "scale": scale}
+            out, lse = flash(query, *key_value, *self.limits, **settings)[:2]
             lse = lse.t()
         else:
             efficient = torch.ops.aten._efficient_attention_forward  # None: no bias; last: dropout, mask, return lse
-            batch = (x.unsqueeze(0) for x in (query, *_per_head(query, keys)))
+            batch = (x.unsqueeze(0) for x in (query, *_per_head(query, key_value)))
             out, lse = efficient(*batch, None, *self.limits, 0.0, int(self.causal), True, scale=scale)[:2]
-            out, lse = out.squeeze(0), lse[self._places]
+            out, lse = out.squeeze(0), lse[self._padded_index]
         return out, lse if self.ignored is None else lse.masked_fill(self.ignored, -torch.inf)
 
     def backward(
-        self, grad: Tensor, query: Tensor, keys: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float
+        self, grad: Tensor, query: Tensor, key_value: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, ...]:
         """Return the gradients of query, key and value. out and lse include the keys of other calls."""
         if self.ignored is not None:
@@ -55,21 +56,21 @@ class Pieces:
             flash = torch.ops.aten._flash_attention_backward
             lse = lse.t().contiguous()
             with _deterministic():
-                return flash(grad, query, *keys, out, lse, *self.limits, 0.0, self.causal, *state, scale=scale)
+                return flash(grad, query, *key_value, out, lse, *self.limits, 0.0, self.causal, *state, scale=scale)
         # The kernel reads whole blocks of 32 queries and expects infinity after the end of a piece.
         size = (len(self.limits[0]) - 1, lse.shape[1], -(-self.limits[2] // 32) * 32)
         padded = lse.new_full(size, torch.inf)
-        padded[self._places] = lse
+        padded[self._padded_index] = lse
         efficient = torch.ops.aten._efficient_attention_backward
-        g, q, k, v, o = (x.unsqueeze(0) for x in (grad, query, *_per_head(query, keys), out))
+        g, q, k, v, o = (x.unsqueeze(0) for x in (grad, query, *_per_head(query, key_value), out))
         settings = (0.0, *state, int(self.causal), False)  # dropout, random state, mask, gradient of a bias
         with _deterministic():
             grads = efficient(g, q, k, v, None, o, *self.limits, padded, *settings, scale=scale)[:3]
-        grad_query, *grad_keys = (x.squeeze(0) for x in grads)
-        return grad_query, *(x.unflatten(1, (keys[0].shape[1], -1)).sum(2) for x in grad_keys)
+        query_grad, *head_grads = (x.squeeze(0) for x in grads)
+        return query_grad, *(x.unflatten(1, (key_value[0].shape[1], -1)).sum(2) for x in head_grads)
 
     @cached_property
-    def _places(self) -> tuple[Tensor, slice, Tensor]:
+    def _padded_index(self) -> tuple[Tensor, slice, Tensor]:
         """The index of the queries [T, heads] in [pieces, heads, longest piece]."""
         ends = self.limits[0].long()
         piece = torch.arange(len(ends) - 1, device=ends.device).repeat_interleave(ends.diff())
@@ -82,14 +83,14 @@ def shared_prompts(table: Tensor, device: torch.device) -> tuple[Pieces, Repeate
     table: layers.attention.segment_table.
     """
     pieces = []  # number of queries, first key, number of keys
-    for (prompt, length), rows in groupby(table.tolist(), key=lambda row: row[2:]):
+    for (prompt_start, prompt_length), rows in groupby(table.tolist(), key=lambda row: row[2:]):
         tokens = sum(row[1] for row in rows)
-        pieces += [(min(PIECE, tokens - begin), prompt, length) for begin in range(0, tokens, PIECE)]
-    queries, first, keys = torch.tensor(pieces).T
+        pieces += [(min(PIECE, tokens - begin), prompt_start, prompt_length) for begin in range(0, tokens, PIECE)]
+    queries, first_key, keys = torch.tensor(pieces).T
     ignored = (keys == 0).repeat_interleave(queries)
     keys = keys.clamp(min=1)
-    # For each piece, its prompt's rows: first, first + 1, ..., first + keys - 1.
-    copies = torch.arange(int(keys.sum())) + (first - keys.cumsum(0) + keys).repeat_interleave(keys)
+    # For each piece, its prompt's rows: first_key, first_key + 1, ..., first_key + keys - 1.
+    copies = torch.arange(int(keys.sum())) + (first_key - keys.cumsum(0) + keys).repeat_interleave(keys)
     attention = Pieces(limits(queries, keys, device), causal=False, ignored=ignored.unsqueeze(1).to(device))
     return attention, RepeatedRows(copies.to(device), len(ignored))
 
@@ -100,8 +101,8 @@ def limits(queries: Tensor, keys: Tensor, device: torch.device) -> tuple[Tensor,
     return ends[0], ends[1], int(queries.max()), int(keys.max())
 
 
-def _per_head(query: Tensor, keys: Sequence[Tensor]) -> list[Tensor]:
-    return [x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in keys]
+def _per_head(query: Tensor, key_value: Sequence[Tensor]) -> list[Tensor]:
+    return [x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in key_value]
 
 
 @contextmanager
@@ -136,7 +137,7 @@ class RepeatedRows:
 
     @cached_property
     def readers(self) -> tuple[Tensor, Tensor]:
-        """The places in the index, sorted by row, and the first of each row in that order."""
+        """The positions in `index` that read row 0, row 1, ..., and the start of each row's positions among these."""
         order = self.index.argsort(stable=True)
         return order, torch.searchsorted(self.index[order], torch.arange(self.rows, device=order.device))
 

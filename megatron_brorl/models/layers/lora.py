@@ -69,9 +69,9 @@ class Adapters(torch.nn.ModuleDict):
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return the layer's weight [outputs, in] plus scaling * b a, computed in at least float32."""
-        wide = compute_dtype(weight.dtype)
+        dtype = compute_dtype(weight.dtype)
         with torch.no_grad():
-            return (weight.to(wide) + self.scaling * self.b().to(wide) @ self.a().to(wide)).to(weight.dtype)
+            return (weight.to(dtype) + self.scaling * self.b().to(dtype) @ self.a().to(dtype)).to(weight.dtype)
 
     def _adapters(self) -> list[Adapter]:
         return cast("list[Adapter]", list(self.values()))
@@ -128,7 +128,7 @@ class Adapted(torch.nn.Module):
         return self.add_product(out, self.over_ranks(down), self.lora.scaling * self.lora.b())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's description of the parameters, which takes parameters that it does not know for whole."""
+        """Return Megatron's description of the parameters, with the split of the adapters, unknown to Megatron."""
         sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         if self.lora is None:
             return sharded

@@ -24,9 +24,9 @@ class RmsNorm(torch.nn.RMSNorm):
         """Return x [..., H] normed and scaled by the weight, or by 1 + weight in at least float32."""
         if not self.zero_centred:
             return super().forward(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scale = 1 + self.weight.to(wide)
-        return torch.nn.functional.rms_norm(x.to(wide), self.normalized_shape, scale, self.eps).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        scale = 1 + self.weight.to(dtype)
+        return torch.nn.functional.rms_norm(x.to(dtype), self.normalized_shape, scale, self.eps).to(x.dtype)
 
 
 class PostNormRowLinear(RowLinear):

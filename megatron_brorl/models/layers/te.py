@@ -26,10 +26,10 @@ class AdaptedColumnLinear(ColumnAdapted, TELayerNormColumnParallelLinear):
         """[T, 1, in], not normed -> [T, 1, out/tp] and the bias, if Megatron adds it later."""
         a = self.stacked_a()
         self.return_layernorm_output = a is not None
-        out, bias = super().forward(x)
+        result, bias = super().forward(x)
         if a is None:
-            return out, bias
-        out, normed = out
+            return result, bias
+        out, normed = result
         return self.with_adapters(out, linear(normed, a)), bias
 
 

@@ -32,7 +32,7 @@ def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[Wei
             WeightEntry(
                 _in_layer("decoder.layers", layer) + parameter.name(te_names),  # layers are counted over all stages
                 tuple(hf_prefix + name for name in parameter.hf),  # several if Megatron has them in one matrix
-                tuple(_sizes(shape, parameter).values()),  # of the whole tensors, not of a rank's part
+                tuple(_tensor_shapes(shape, parameter).values()),  # of the whole tensors, not of a rank's part
                 parameter.layout,
                 stage,
                 expert,
@@ -46,7 +46,7 @@ def adapter_entries(shape: ModelShape, pp_size: int, lora: LoraConfig) -> list[W
     table = []
     for layer, _, parameter in _parameters(shape):
         split_inputs = parameter.layout == "columns"  # a row-parallel layer
-        for name, size in _sizes(shape, parameter).items():
+        for name, tensor_shape in _tensor_shapes(shape, parameter).items():
             module = name.removesuffix(".weight")
             target = module.rpartition(".")[2]
             if layer is None or target not in lora.targets:
@@ -54,7 +54,7 @@ def adapter_entries(shape: ModelShape, pp_size: int, lora: LoraConfig) -> list[W
             megatron = _in_layer("decoder.layers", layer) + parameter.megatron.removesuffix("weight") + "lora." + target
             peft = "base_model.model." + _in_layer("model.layers", layer) + module
             stage = layer * pp_size // shape.layers
-            a_shape, b_shape = (lora.rank, size[1]), (size[0], lora.rank)
+            a_shape, b_shape = (lora.rank, tensor_shape[1]), (tensor_shape[0], lora.rank)
             a_layout: Layout = "columns" if split_inputs else "whole"
             b_layout: Layout = "whole" if split_inputs else "rows"
             table.append(WeightEntry(f"{megatron}.a", (f"{peft}.lora_A.weight",), (a_shape,), a_layout, stage))
@@ -65,9 +65,9 @@ def adapter_entries(shape: ModelShape, pp_size: int, lora: LoraConfig) -> list[W
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of the Hugging Face checkpoint, without a tied lm_head."""
     return {
-        _in_layer("model.layers", layer) + name: size
+        _in_layer("model.layers", layer) + name: tensor_shape
         for layer, _, parameter in _parameters(shape)
-        for name, size in _sizes(shape, parameter).items()
+        for name, tensor_shape in _tensor_shapes(shape, parameter).items()
     }
 
 
@@ -112,7 +112,7 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, int | None, Par
         yield None, None, family.head
 
 
-def _sizes(shape: ModelShape, parameter: Parameter) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(shape: ModelShape, parameter: Parameter) -> dict[str, tuple[int, ...]]:
     """Return name and shape of the Hugging Face tensors of a parameter."""
     sizes = shape.dimensions
     return {name: tuple(sizes[d] for d in dimensions) for name, dimensions in parameter.hf.items()}

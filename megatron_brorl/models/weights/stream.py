@@ -45,14 +45,14 @@ def make_buckets(
 def _groups(entries: Sequence[WeightEntry], expert_ranks: int) -> Iterator[list[WeightEntry]]:
     """Yield the entries that are sent together: one, or those of the k-th expert of every rank."""
     for is_expert, adjacent in groupby(entries, lambda entry: entry.expert is not None):
-        run, size = list(adjacent), 1
+        run = list(adjacent)
+        group_size = expert_ranks if is_expert else 1
         if is_expert:
-            size = expert_ranks
-            per_rank = len({entry.expert for entry in run}) // size
+            experts_per_rank = len({entry.expert for entry in run}) // expert_ranks
             # `run` has one kind of matrix after the other, each of all experts. The sort is stable, so it keeps ranks
             # in their order and the kinds apart.
-            run.sort(key=lambda entry: (entry.expert or 0) % per_rank)
-        yield from (run[i : i + size] for i in range(0, len(run), size))
+            run.sort(key=lambda entry: (entry.expert or 0) % experts_per_rank)
+        yield from (run[i : i + group_size] for i in range(0, len(run), group_size))
 
 
 def stream(

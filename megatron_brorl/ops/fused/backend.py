@@ -56,8 +56,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Ten
     """
     check_devices("value_loss", values, old_values, returns, weights)
     loss, sums = _ValueLoss.apply(values, old_values, returns, weights, clip)
-    count, return_mean, return_m2, residual_mean, residual_m2, total, clipped = sums.tolist()
-    metrics = {"loss": total, "clipped": clipped, "tokens": count}
+    count, return_mean, return_m2, residual_mean, residual_m2, loss_value, clipped = sums.tolist()
+    metrics = {"loss": loss_value, "clipped": clipped, "tokens": count}
     return ValueLoss(loss, metrics, Moments(count, return_mean, return_m2), Moments(count, residual_mean, residual_m2))
 
 
@@ -79,7 +79,7 @@ class _ValueLoss(torch.autograd.Function):
 
 
 class FusedBackend:
-    """The ops of csrc/. On a GPU, decoding and sampling use torch's kernels, because csrc has them for CPUs only."""
+    """The ops of csrc/. For decoding and sampling csrc has only CPU kernels, so a GPU uses those of torch."""
 
     linear_log_probs = staticmethod(linear.linear_log_probs)
     linear_ppo_loss = staticmethod(linear.linear_ppo_loss)

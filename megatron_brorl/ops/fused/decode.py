@@ -20,7 +20,7 @@ _ONE_SPLIT = {"num_splits": 1} if "num_splits" in _ARGUMENTS else {}
 
 
 class FusedDecode(DecodeOps):
-    """DecodeOps on CPUs, for heads of up to 256.
+    """DecodeOps on CPUs, for head sizes up to 256.
 
     Several queries read a prompt's pages together, new keys and values are written in place, and nothing is gathered.
     Tensors are float32 or bfloat16. Wrong shapes, dtypes and indices raise ValueError, TypeError or IndexError.
@@ -31,12 +31,12 @@ class FusedDecode(DecodeOps):
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:
-        places = (batch.tables, batch.lengths, batch.prompt_tables, batch.prompt_lengths, batch.prompts)
-        native.check_devices("decode_attention_", qkv, keys, values, batch.cos, batch.sin, *places)
+        pages = (batch.tables, batch.lengths, batch.prompt_tables, batch.prompt_lengths, batch.prompts)
+        native.check_devices("decode_attention_", qkv, keys, values, batch.cos, batch.sin, *pages)
         _, kv_heads, dim, _ = keys.shape
         out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * dim)
         q, k, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
-        torch.ops.brorl.decode_attention_(qkv, q, k, eps, batch.cos, batch.sin, keys, values, *places, scale, out)
+        torch.ops.brorl.decode_attention_(qkv, q, k, eps, batch.cos, batch.sin, keys, values, *pages, scale, out)
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -53,10 +53,10 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Sample as ops.reference.sampling.sample_tokens, but without copying or sorting the logits.
 
-    logits [B, V] are float32 or bfloat16, and rows may be strided. A row depends neither on other rows nor on the
-    number of threads. An id can differ from the reference's if the uniform is within float32 rounding of a step of the
-    CDF. -inf masks a token. Raises ValueError for a row with NaN or +inf or with nothing above -inf, and for a wrong
-    shape, value or device; TypeError for a wrong dtype.
+    logits [B, V] are float32 or bfloat16, and rows may be strided; keys [B] are of random numbers (philox.uniforms). A
+    row depends neither on other rows nor on the number of threads. An id can differ from the reference's if the uniform
+    is within float32 rounding of a step of the CDF. -inf masks a token. Raises ValueError for a row with NaN or +inf or
+    with nothing above -inf, and for a wrong shape, value or device; TypeError for a wrong dtype.
     """
     native.check_devices("sample_tokens", logits, keys, index, position)
     with torch.no_grad():
@@ -67,17 +67,17 @@ def sample_tokens(
 class _Sequences:
     """Sequences of queries, each with its keys, in the terms of the kernels. Q queries, s sequences."""
 
-    queries: Tensor  # [s + 1] int32: the first query of each sequence, and Q
-    keys: Tensor  # [s + 1] int32: index of the first key of each sequence; the last number is not used
-    lengths: Tensor  # [s] int32: number of keys of each sequence
+    query_starts: Tensor  # [s + 1] int32: index of the first query of each sequence, and Q
+    key_starts: Tensor  # [s + 1] int32: index of the first key of each sequence; the last number is not used
+    key_counts: Tensor  # [s] int32: number of keys of each sequence
     max_queries: int  # maximum number of queries of a sequence
     sequence: Tensor  # [Q] int64: the sequence of each query
-    place: Tensor  # [Q] int64: index of each query in its sequence
+    rank: Tensor  # [Q] int64: index of each query in its sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class _FlashBatch(DecodeBatch):
-    new: Tensor  # [B] int64: index of the key of each row's newest token
+    new_key: Tensor  # [B] int64: index of the key of each row's newest token
     own: _Sequences  # for the attention to own tokens
     prompt: _Sequences  # for the attention to prompts
 
@@ -102,30 +102,27 @@ class FlashDecode(DecodeOps):
         return dtype == torch.float32 and head_dim % 4 == 0
 
     def prepare(self, batch: DecodeBatch, page: int, queries_per_key: int) -> DecodeBatch:
-        rows, device = len(batch.lengths), batch.lengths.device
+        rows = len(batch.lengths)
+        device = batch.lengths.device
         row_starts = torch.arange(rows + 1, device=device)
-        groups = torch.arange(len(batch.prompt_lengths) + 1, device=device)
+        group_starts = torch.searchsorted(batch.prompts, torch.arange(len(batch.prompt_lengths) + 1, device=device))
 
         def sequences(first_row: Tensor, table: Tensor, lengths: Tensor, max_rows: int) -> _Sequences:
-            first = first_row * queries_per_key
+            first_query = first_row * queries_per_key
             query = torch.arange(rows * queries_per_key, device=device)
             # An empty group has the first query of the next group, or Q. Of equal entries, take the last group.
-            sequence = torch.searchsorted(first, query, right=True) - 1
-            starts = pad(table[:, 0] * page, (0, 1))
+            sequence = torch.searchsorted(first_query, query, right=True) - 1
+            key_starts = pad(table[:, 0] * page, (0, 1))
+            max_queries = max_rows * queries_per_key
             # Rows that pad a batch may make a group larger than `max_rows`. Nothing reads their results.
-            place = (query - first[sequence]).clamp(max=max_rows * queries_per_key - 1)
-            return _Sequences(first.int(), starts.int(), lengths.int(), max_rows * queries_per_key, sequence, place)
+            rank = (query - first_query[sequence]).clamp(max=max_queries - 1)
+            return _Sequences(first_query.int(), key_starts.int(), lengths.int(), max_queries, sequence, rank)
 
         return _FlashBatch(
             **vars(batch),
-            new=batch.tables[:, 0].long() * page + batch.lengths - 1,
+            new_key=batch.tables[:, 0].long() * page + batch.lengths - 1,
             own=sequences(row_starts, batch.tables, batch.lengths, max_rows=1),
-            prompt=sequences(
-                torch.searchsorted(batch.prompts, groups),
-                batch.prompt_tables,
-                batch.prompt_lengths,
-                batch.largest_group,
-            ),
+            prompt=sequences(group_starts, batch.prompt_tables, batch.prompt_lengths, max_rows=batch.largest_group),
         )
 
     def attend(
@@ -145,8 +142,8 @@ class FlashDecode(DecodeOps):
         q, k = rope.rotate(qk, cos, sin).to(keys.dtype).split([heads, kv_heads], dim=1)
 
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        keys[batch.new] = k
-        values[batch.new] = qkv[:, -kv_heads * dim :].view(rows, kv_heads, dim)
+        keys[batch.new_key] = k
+        values[batch.new_key] = qkv[:, -kv_heads * dim :].view(rows, kv_heads, dim)
 
         q = q.unflatten(1, (kv_heads, -1)).transpose(1, 2).flatten(0, 1)  # [B * heads / K, K, d]
         own, own_lse = _attention(q, keys, values, batch.own, page, scale)
@@ -159,7 +156,7 @@ class FlashDecode(DecodeOps):
 def sample_tokens_on_gpu(
     logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, temperature: float, top_p: float, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Sample as ops.reference.sampling.sample_tokens, with one kernel for the random numbers instead of 300."""
+    """Sample as ops.reference.sampling.sample_tokens, with one kernel instead of 300 for the random numbers."""
     native.check_devices("sample_tokens", logits, keys, index, position)
     return sampling.sample(logits, torch.ops.brorl.uniforms(keys, index, position), temperature, top_p, top_k)
 
@@ -168,15 +165,15 @@ def _attention(
     q: Tensor, keys: Tensor, values: Tensor, sequences: _Sequences, page: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return attention [Q, K, d] of queries q [Q, K, d] to keys and values [tokens, K, d], and log-sum-exps [Q, K]."""
-    s = sequences  # Arguments after `page`: dropout, mask type or causal, log-sum-exps or debug mask.
+    s = sequences
     if q.dtype == torch.float32:
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            q[None], keys[None], values[None], None, s.queries, s.keys, s.max_queries, page, 0.0, 0, True,
-            scale=scale, seqlen_k=s.lengths,
+            q[None], keys[None], values[None], None, s.query_starts, s.key_starts, s.max_queries, page,
+            dropout_p=0.0, custom_mask_type=0, compute_log_sumexp=True, scale=scale, seqlen_k=s.key_counts,
         )  # fmt: skip
-        return out[0], lse[s.sequence, :, s.place]  # the kernel pads the log-sum-exps of each sequence
+        return out[0], lse[s.sequence, :, s.rank]  # the kernel pads the log-sum-exps of each sequence
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, keys, values, s.queries, s.keys, s.max_queries, page, 0.0, False, False,
-        scale=scale, seqused_k=s.lengths, **_ONE_SPLIT,
+        q, keys, values, s.query_starts, s.key_starts, s.max_queries, page,
+        dropout_p=0.0, is_causal=False, return_debug_mask=False, scale=scale, seqused_k=s.key_counts, **_ONE_SPLIT,
     )  # fmt: skip
     return out, lse.t()

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from megatron_brorl.ops.fused import native  # noqa: F401  loads the ops
 from megatron_brorl.ops.fused.softmax import gemm_
 
-WIDE = 16  # attention needs a multiple of it as head size; others are padded with zeros
+HEAD_SIZE_MULTIPLE = 16  # attention needs a multiple of it as head size; others are padded with zeros
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attend(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Tensor, scale: float) -> Tensor:
-    """Attend over a packed stream in float32: qkv [T, kv_heads, heads + 2, d] -> [T, kv_heads * heads * d].
+    """Attend over a packed stream in float32: qkv [T, kv_heads, queries + 2, d] -> [T, kv_heads * queries * d].
 
     For each kv head qkv has the queries that share its key, the key and the value. Queries and keys are rotated in
     place as by ops.rope.rotate, with cos and sin [T, d / 2], so no other function may need qkv. segments [S, 4] int64
@@ -67,7 +67,7 @@ def attend(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Tensor, scale: float
     segment up to itself and to all of the prefix, which is an earlier segment without a prefix.
     """
     width = qkv.shape[-1]
-    if missing := -width % WIDE:
+    if missing := -width % HEAD_SIZE_MULTIPLE:
         qkv = torch.nn.functional.pad(qkv, (0, missing))
     out: Tensor = _SegmentAttention.apply(qkv, cos, sin, segments, scale)
     return out[..., :width].flatten(1)
@@ -104,8 +104,9 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, norm, inverse_rms, weight, bias, a = ctx.saved_tensors
         gradient, down_grad = _flat(upstream[0]), _flat(upstream[1])
-        normed = _rows_grad(gradient, weight, down_grad, a)  # gradient; the next line overwrites it by the normed rows
-        x_grad, norm_grad = torch.ops.brorl.rms_norm_gradient_(normed, rows, norm, inverse_rms)
+        normed_grad = _rows_grad(gradient, weight, down_grad, a)
+        x_grad, norm_grad = torch.ops.brorl.rms_norm_gradient_(normed_grad, rows, norm, inverse_rms)
+        normed = normed_grad  # The op has overwritten the gradient by the normed rows.
         parameter_grads = _weight_grad(weight, gradient, normed), _bias_grad(bias, gradient), _a_grad(down_grad, normed)
         return _like(x_grad, upstream[0]), norm_grad, None, *parameter_grads
 
@@ -122,8 +123,9 @@ class _SwiGluLinear(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, a = ctx.saved_tensors
         gradient, down_grad = _flat(upstream[0]), _flat(upstream[1])
-        gated = _rows_grad(gradient, weight, down_grad, a)  # gradient; the next line overwrites it by silu(gate) * up
-        torch.ops.brorl.silu_mul_gradient_(gated, rows)
+        gated_grad = _rows_grad(gradient, weight, down_grad, a)
+        torch.ops.brorl.silu_mul_gradient_(gated_grad, rows)
+        gated = gated_grad  # The op has overwritten it by silu(gate) * up, and the rows by their gradient.
         increment_version(rows)  # makes a second backward pass fail
         return _like(rows, upstream[0]), _weight_grad(weight, gradient, gated), _a_grad(down_grad, gated)
 
@@ -156,6 +158,7 @@ def _affine(rows: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Ten
 
 
 def _down(rows: Tensor, a: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return rows a^T in the shape of x, apart from its last dimension, or None without adapters."""
     return None if a is None else _like(_product(rows, a.t()), x)
 
 
@@ -185,20 +188,20 @@ def _a_grad(down_grad: Tensor | None, rows: Tensor) -> Tensor | None:
     return None if down_grad is None else _product(down_grad.t(), rows)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == torch.bfloat16:
-        return a @ b
-    out = a.new_empty(len(a), b.shape[1])
-    gemm_(out, a, b, accumulate=False)
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    if left.dtype == torch.bfloat16:
+        return left @ right
+    out = left.new_empty(len(left), right.shape[1])
+    gemm_(out, left, right, accumulate=False)
     return out
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to out."""
-    if a.dtype == torch.bfloat16:
-        out.addmm_(a, b)
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to out."""
+    if left.dtype == torch.bfloat16:
+        out.addmm_(left, right)
     else:
-        gemm_(out, a, b, accumulate=True)
+        gemm_(out, left, right, accumulate=True)
 
 
 def _flat(x: Any) -> Any:

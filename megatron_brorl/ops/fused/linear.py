@@ -71,10 +71,10 @@ def linear_ppo_loss(
     order = None
     trained = len(hidden)
     if not _drops_rows_per_chunk(hidden):
-        live = tokens.weights != 0
+        has_gradient = tokens.weights != 0
         if not settings.kl_coef and not settings.entropy_coef:
-            live &= tokens.advantages != 0
-        trained, order = _trained_first(live)
+            has_gradient &= tokens.advantages != 0
+        trained, order = _trained_first(has_gradient)
     if order is not None:
         hidden, ids, tokens = hidden.index_select(0, order), ids[order], tokens.where(order)
     loss, log_probs, entropy, columns = _FusedPpoLoss.apply(
@@ -116,9 +116,9 @@ def _shard(
 
 def _metrics(columns: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
     """Return SUMS and MAXIMA of the columns [R, 8] of ppo_tokens, as PolicyLoss.metrics."""
-    live = weights != 0
-    live_entropy = torch.where(live, entropy, 0.0)  # where instead of a product, because 0 * nan is nan
-    values = torch.cat((columns.double(), live_entropy.unsqueeze(1), live.unsqueeze(1)), dim=1)
+    unmasked = weights != 0
+    unmasked_entropy = torch.where(unmasked, entropy, 0.0)  # where instead of a product, because 0 * nan is nan
+    values = torch.cat((columns.double(), unmasked_entropy.unsqueeze(1), unmasked.unsqueeze(1)), dim=1)
     largest = values.max(dim=0).values if len(values) else values.new_zeros(len(SUMS))
     ratio, gap = SUMS.index("ratio"), SUMS.index("rollout_gap")
     return torch.cat((values.sum(dim=0), torch.stack((largest[ratio], largest[gap]))))
@@ -132,10 +132,10 @@ def _drops_rows_per_chunk(hidden: Tensor) -> bool:
     return hidden.device.type == "cpu"
 
 
-def _trained_first(live: Tensor) -> tuple[int, Tensor | None]:
-    """Return the number of live rows of live [R] bool, and the order [R] with these first, or None if all are live."""
-    trained = int(live.sum())
-    return trained, None if trained == len(live) else live.argsort(descending=True, stable=True)
+def _trained_first(has_gradient: Tensor) -> tuple[int, Tensor | None]:
+    """Return the number of true rows of has_gradient [R], and the order [R] with these first, or None if all are."""
+    trained = int(has_gradient.sum())
+    return trained, None if trained == len(has_gradient) else has_gradient.argsort(descending=True, stable=True)
 
 
 @dataclass
@@ -177,10 +177,10 @@ def chunk_rows(hidden: Tensor, weight: Tensor) -> int:
 
 def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard, trained: int) -> Iterator[_Chunk]:
     """Yield the chunks in order. trained: number of leading rows that may have a gradient."""
-    compute = compute_dtype(hidden.dtype)
     size = min(len(hidden), chunk_rows(hidden, weight))
     # Kernels and cuBLAS are faster if every row begins at a multiple of 16 bytes.
-    buffer = hidden.new_empty((size, -(-shard.live // VECTOR) * VECTOR), dtype=compute)[:, : shard.live]
+    width = -(-shard.live // VECTOR) * VECTOR
+    buffer = hidden.new_empty((size, width), dtype=compute_dtype(hidden.dtype))[:, : shard.live]
     for begin in range(0, len(hidden), max(size, 1)):
         rows = slice(begin, min(begin + size, len(hidden)))
         chunk_hidden = hidden[rows]
@@ -191,11 +191,11 @@ def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard, trained: 
         yield _Chunk(rows, chunk_hidden, chunk_ids, logits, statistics, min(max(trained - begin, 0), len(chunk_ids)))
 
 
-def _live_first(live: Tensor) -> Tensor:
-    """Return the indices of the L live rows of live [count] bool. Indices from L on are in the gaps before L."""
-    total = int(live.sum())
-    order = torch.arange(total, device=live.device)
-    order[(~live[:total]).nonzero().squeeze(-1)] = live[total:].nonzero().squeeze(-1) + total
+def _fill_gaps(has_gradient: Tensor) -> Tensor:
+    """Return the indices [n] of the n true rows: of those below n each at its own index, and the others in the gaps."""
+    total = int(has_gradient.sum())
+    order = torch.arange(total, device=has_gradient.device)
+    order[(~has_gradient[:total]).nonzero().squeeze(-1)] = has_gradient[total:].nonzero().squeeze(-1) + total
     return order
 
 
@@ -216,40 +216,40 @@ class _Gradients:
         if self.hidden_grad is None and self.weight_grad is None:
             return
 
-        order: Tensor | slice = slice(chunk.trained)  # of the rows with a gradient
+        kept: Tensor | slice = slice(chunk.trained)  # rows of the chunk that the products take
         if _drops_rows_per_chunk(chunk.hidden):
-            live = log_prob_gradient != 0
+            has_gradient = log_prob_gradient != 0
             if entropy_gradient is not None:
-                live |= entropy_gradient != 0
-            live_rows = _live_first(live)
-            if len(live_rows) < len(live):
+                has_gradient |= entropy_gradient != 0
+            order = _fill_gaps(has_gradient)
+            if len(order) < len(has_gradient):
                 # Logits are moved in place, a few rows at a time. The other tensors are small and are copied.
-                moved = (live_rows != torch.arange(len(live_rows), device=live_rows.device)).nonzero().squeeze(-1)
-                for places in moved.split(ROWS_MOVED):
-                    chunk.logits[places] = chunk.logits[live_rows[places]]
-                order = live_rows
-        hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
-        log_prob_gradient = log_prob_gradient[order]
-        entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
+                gaps = (order != torch.arange(len(order), device=order.device)).nonzero().squeeze(-1)
+                for part in gaps.split(ROWS_MOVED):
+                    chunk.logits[part] = chunk.logits[order[part]]
+                kept = order
+        hidden, ids, statistics = chunk.hidden[kept], chunk.ids[kept], chunk.statistics[kept]
+        log_prob_gradient = log_prob_gradient[kept]
+        entropy_gradient = None if entropy_gradient is None else entropy_gradient[kept]
 
         # The gradient overwrites the logits.
         d_logits = chunk.logits[: len(ids)]
-        narrow = hidden.dtype == torch.bfloat16
-        softmax_gradient_(d_logits, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, narrow)
-        if narrow:  # the gradient is in the first half of each row
+        to_bfloat16 = hidden.dtype == torch.bfloat16
+        softmax_gradient_(d_logits, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, to_bfloat16)
+        if to_bfloat16:  # the gradient is in the first half of each row
             d_logits = d_logits.view(torch.bfloat16)[:, : d_logits.shape[1]]
 
         # Two products give the gradients of hidden, 0 in all other rows, and of the weight, summed over chunks.
         if self.hidden_grad is not None:
-            rows = self.hidden_grad[chunk.rows]
-            if isinstance(order, Tensor):
-                # A product writes adjacent rows, which are then moved to their places.
-                product = rows.new_empty(len(order), rows.shape[1])
+            chunk_grad = self.hidden_grad[chunk.rows]
+            if isinstance(kept, Tensor):
+                # A product writes adjacent rows, which are then moved to where they belong.
+                product = chunk_grad.new_empty(len(kept), chunk_grad.shape[1])
                 gemm_(product, d_logits, self.weight, accumulate=False)
-                rows.zero_()[order] = product
+                chunk_grad.zero_()[kept] = product
             else:
-                gemm_(rows[order], d_logits, self.weight, accumulate=False)
-                rows[chunk.trained :] = 0
+                gemm_(chunk_grad[kept], d_logits, self.weight, accumulate=False)
+                chunk_grad[chunk.trained :] = 0
         # The first chunk writes and the others add, so the memory need not be zeroed.
         if self.weight_grad is not None:
             gemm_(self.weight_grad[: self.shard.live], d_logits.t(), hidden, accumulate=chunk.rows.start > 0)
@@ -275,7 +275,8 @@ class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ids = ctx.saved_tensors
-        shape, rows = hidden.shape, None
+        shape = hidden.shape
+        rows = None
         if not _drops_rows_per_chunk(hidden):
             trained, order = _trained_first((upstream[0] != 0) | (upstream[1] != 0))
             if order is not None:
@@ -317,8 +318,8 @@ class _FusedPpoLoss(torch.autograd.Function):
 
         # A loop variable would keep the last logits in memory while the gradients are converted.
         columns = [columns_of(chunk) for chunk in _chunks(hidden, weight, ids, shard, trained)]
-        table = torch.cat(columns) if columns else log_probs.new_zeros(0, len(SUMS) - 2)
-        loss = table[:, 0].double().sum().to(log_probs.dtype)
+        table = torch.cat(columns) if columns else log_probs.new_zeros(0, SUMS.index("entropy"))
+        loss = table[:, SUMS.index("loss")].double().sum().to(log_probs.dtype)
         # save_for_backward would keep a reference, so that autograd would copy the gradients.
         ctx.gradients = gradients.finished(hidden.dtype)
         # Only the loss has a gradient; do not create zeros for the others.

@@ -56,14 +56,14 @@ def softmax_gradient_(
     log_prob_gradient: Tensor,
     entropy_gradient: Tensor | None,
     shard: Shard,
-    narrow: bool,
+    to_bfloat16: bool,
 ) -> None:
     """Overwrite the logits by their gradient, given gradients [R] of log-probability and entropy.
 
-    statistics: merged over ranks. narrow: write bfloat16, in the first half of each row.
+    statistics: merged over ranks. to_bfloat16: write bfloat16, in the first half of each row.
     """
     torch.ops.brorl.softmax_gradient_(
-        logits, ids, statistics, log_prob_gradient, entropy_gradient, shard.start, shard.temperature, narrow
+        logits, ids, statistics, log_prob_gradient, entropy_gradient, shard.start, shard.temperature, to_bfloat16
     )
 
 

@@ -47,23 +47,23 @@ class DecodeOps:
         q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
 
         # Write the new key and value of each row to the slot of its last token.
-        place = batch.lengths - 1
-        page = batch.tables.gather(1, (place // PAGE).unsqueeze(1)).squeeze(1).long()
-        keys[page, :, :, place % PAGE] = k.to(keys.dtype)
-        values[page, :, place % PAGE, :dim] = v.to(values.dtype)
+        last = batch.lengths - 1
+        page = batch.tables.gather(1, (last // PAGE).unsqueeze(1)).squeeze(1).long()
+        keys[page, :, :, last % PAGE] = k.to(keys.dtype)
+        values[page, :, last % PAGE, :dim] = v.to(values.dtype)
 
         # List the pages of each row's prompt and own tokens, and whether each slot in them holds a token.
-        used = int(-(-batch.lengths.max() // PAGE))  # pages of own tokens, rounded up
-        tables = torch.cat((batch.prompt_tables[batch.prompts], batch.tables[:, :used]), dim=1).long()
-        slots = torch.arange(PAGE * used, device=qkv.device)
+        own_pages = int(-(-batch.lengths.max() // PAGE))  # rounded up
+        tables = torch.cat((batch.prompt_tables[batch.prompts], batch.tables[:, :own_pages]), dim=1).long()
+        own_slots = torch.arange(PAGE * own_pages, device=qkv.device)
         prompt_slots = torch.arange(PAGE * batch.prompt_tables.shape[1], device=qkv.device)
         prompt_filled = prompt_slots < batch.prompt_lengths[batch.prompts].unsqueeze(1)
-        filled = torch.cat((prompt_filled, slots < batch.lengths.unsqueeze(1)), dim=1)
+        filled = torch.cat((prompt_filled, own_slots < batch.lengths.unsqueeze(1)), dim=1)
         tables = tables.masked_fill(~filled[:, ::PAGE], 0)  # entries beyond a length are arbitrary
 
         # Compute a few rows at a time, because every row gathers a copy of its keys and values.
-        size = max(1, GATHERED // (filled.shape[1] * kv_heads * dim))
-        parts = zip((scale * q).split(size), tables.split(size), filled.split(size), strict=True)
+        rows = max(1, GATHERED // (filled.shape[1] * kv_heads * dim))
+        parts = zip((scale * q).split(rows), tables.split(rows), filled.split(rows), strict=True)
         return torch.cat([_attention(*part, keys, values) for part in parts]).to(qkv.dtype)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

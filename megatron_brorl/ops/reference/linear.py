@@ -71,14 +71,14 @@ class _LinearLogProbs(torch.autograd.Function):
         entropies = []
         log_norms = []
         head = weight[:live]
-        for h, t in zip(hidden.split(rows), ids.split(rows), strict=True):
+        for chunk_hidden, chunk_ids in zip(hidden.split(rows), ids.split(rows), strict=True):
             # The largest logit of all ranks, so that no exponential overflows.
-            logits = _scaled_logits(h, head, temperature)
-            peak = logits.max(dim=-1).values if live else logits.new_full((len(h),), float("-inf"))
+            logits = _scaled_logits(chunk_hidden, head, temperature)
+            peak = logits.max(dim=-1).values if live else logits.new_full((len(chunk_ids),), float("-inf"))
             _reduce(peak, dist.ReduceOp.MAX, group)
 
             # Only one rank has the logit of the id; the others add 0.
-            local_ids = t - start
+            local_ids = chunk_ids - start
             in_shard = (local_ids >= 0) & (local_ids < live)
             picked = torch.zeros_like(peak)
             # A shard that is all padding has no logit to pick.
@@ -116,8 +116,8 @@ class _LinearLogProbs(torch.autograd.Function):
         with_gradient = ((grads[0] != 0) | (grads[1] != 0)).nonzero().squeeze(-1)
         head = weight[:live]
         for chunk in with_gradient.split(rows) if live else ():
-            h = hidden[chunk]
-            log_p = _scaled_logits(h, head, temperature) - log_norm[chunk].unsqueeze(-1)
+            chunk_hidden = hidden[chunk]
+            log_p = _scaled_logits(chunk_hidden, head, temperature) - log_norm[chunk].unsqueeze(-1)
 
             # d log p(t) / d logits = onehot(t) - p and dH / d logits = -p (log p + H), then through the temperature.
             log_prob_grad, entropy_grad = (g[chunk].unsqueeze(-1) for g in grads)
@@ -126,12 +126,10 @@ class _LinearLogProbs(torch.autograd.Function):
             local_ids = (ids[chunk] - start).unsqueeze(-1)
             in_shard = (local_ids >= 0) & (local_ids < live)
             d_logits.scatter_add_(-1, local_ids.clamp(0, live - 1), in_shard * log_prob_grad)
-            d_logits.div_(temperature)
-
-            d_logits = d_logits.to(hidden.dtype)
-            grad_hidden[chunk] = (d_logits @ weight[:live]).to(grad_hidden.dtype)
+            d_logits = d_logits.div_(temperature).to(hidden.dtype)
+            grad_hidden[chunk] = (d_logits @ head).to(grad_hidden.dtype)
             if grad_weight is not None:
-                grad_weight[:live] += (d_logits.t() @ h).to(grad_weight.dtype)
+                grad_weight[:live] += (d_logits.t() @ chunk_hidden).to(grad_weight.dtype)
 
         # Every rank has the contribution of its tokens to the gradient of hidden. Weight shards are not shared.
         _reduce(grad_hidden, dist.ReduceOp.SUM, group)

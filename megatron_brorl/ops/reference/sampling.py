@@ -54,5 +54,5 @@ def sample(
 def sample_tokens(
     logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, temperature: float, top_p: float, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Call `sample` with philox.uniforms(keys, index, position), all [B] int64."""
+    """Call `sample` with the random numbers philox.uniforms(keys, index, position), all [B] int64."""
     return sample(logits, philox.uniforms(keys, index, position), temperature, top_p, top_k)
