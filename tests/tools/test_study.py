@@ -73,8 +73,7 @@ def test_times_until_a_target_are_censored_and_compared_by_sign():
     two_seeds = study.Comparison(**COMPARISON, end_point="reached", seeds=(0, 2))
     assert study.differences(two_seeds, table(curves)) == {0: -5, 2: 0}
 
-    # Differences are 50 for seed 0, and -seed for the others. Nine of ten are negative, so p = 2 * (1 + 10) / 2**10.
-    # The median is that of -9, ..., -1 and 50. Its interval is from the 2nd to the 9th value.
+    # Differences: -9, ..., -1 and 50, so p = 2 * (1 + 10) / 2**10. The median's interval is the 2nd to the 9th value.
     curves = {("few", seed): ([0, 100], [0, 1]) for seed in range(10)}
     curves |= {("many", seed): ([0, 100 - seed, 100] if seed else [0, 100, 200], [0, 1, 1]) for seed in range(10)}
     curves[("few", 0)] = ([0, 50, 100], [0, 1, 1])
