@@ -26,10 +26,10 @@ import numpy as np
 from bench_common import write_rows
 
 # Estimates for 1.5B weights in bf16 on an H100 or H200.
-STEP_S = 0.006  # of a decoding step: 3 GB of weights at 3 to 4 TB/s, and kernel launches
-ROW_S = 6e-5  # of a row in it: keys and values of 5,000 tokens at 28 kB, and sampling
+STEP_S = 0.006  # the constant part of a decoding step: 3 GB of weights at 3 to 4 TB/s, and kernel launches
+ROW_S = 6e-5  # the part of each row in a decoding step: keys and values of 5,000 tokens at 28 kB, and sampling
 SWITCH_S = 15.0  # between generation and training in turns, to load the weights, the engine's memory and its graphs
-WEIGHTS_S = 3.0  # of the transfer of the weights to the engines, if generation runs ahead
+WEIGHTS_S = 3.0  # the transfer of the weights to the engines, if generation runs ahead
 # Response tokens per second and GPU. Measured: 32,768 tokens in 1.077 s of update and 0.289 s of log-probs, at 512
 # tokens per response (docs/measurements.md, 2026-11-26). At 9,000 tokens, attention adds about 26% to the operations.
 TRAIN_RATE = 32768 / (1.077 + 0.289) / 1.26
@@ -39,42 +39,49 @@ SPREAD = 0.6  # standard deviation of the logarithm of a length
 def lengths(count: int, mean: float, longest: int, rng: np.random.Generator) -> np.ndarray:
     """Return response lengths [count] whose expected value after the cut is `mean`, in tokens."""
     normal = rng.standard_normal(count)
-    reference = np.random.default_rng(0).standard_normal(100_000)
+    # Find the logarithm of the median by bisection, with the mean of a large sample as the expected value.
+    sample = np.random.default_rng(0).standard_normal(100_000)
     low, high = np.log(mean) - 2, np.log(mean) + 4
     for _ in range(50):
-        middle = (low + high) / 2
-        if np.exp(middle + SPREAD * reference).clip(1, longest).mean() < mean:
-            low = middle
+        log_median = (low + high) / 2
+        if np.exp(log_median + SPREAD * sample).clip(1, longest).mean() < mean:
+            low = log_median
         else:
-            high = middle
+            high = log_median
     return np.exp(low + SPREAD * normal).clip(1, longest).astype(np.int64)
 
 
 def generation(tokens: np.ndarray, engines: int, rows: int) -> tuple[float, float]:
-    """Return the seconds until all responses are complete, and until the last one has begun. tokens: their lengths."""
+    """Return the seconds until all responses are complete, and until the last one has begun. tokens: of each response.
+
+    engines: their number. rows: responses that an engine decodes at a time."""
     queue = deque(tokens.tolist())
-    clock, steps = [0.0] * engines, [0] * engines
+    clock = [0.0] * engines  # seconds
+    steps = [0] * engines  # decoding steps until `clock`
     running: list[list[int]] = [[] for _ in range(engines)]  # heaps of the step at which each row ends
     events: list[tuple[float, int]] = []  # the next end of a row on each engine
     last_start = 0.0
 
-    def fill(i: int) -> None:
+    def fill(engine: int) -> None:
         nonlocal last_start
-        while queue and len(running[i]) < rows:
-            heapq.heappush(running[i], steps[i] + queue.popleft())
-            last_start = clock[i]
-        if running[i]:
-            seconds = (running[i][0] - steps[i]) * (STEP_S + ROW_S * len(running[i]))
-            heapq.heappush(events, (clock[i] + seconds, i))
+        ends = running[engine]
+        while queue and len(ends) < rows:
+            heapq.heappush(ends, steps[engine] + queue.popleft())
+            last_start = clock[engine]
+        if ends:
+            seconds = (ends[0] - steps[engine]) * (STEP_S + ROW_S * len(ends))
+            heapq.heappush(events, (clock[engine] + seconds, engine))
 
-    for i in range(engines):
-        fill(i)
+    for engine in range(engines):
+        fill(engine)
     while events:
-        now, i = heapq.heappop(events)
-        clock[i], steps[i] = now, running[i][0]
-        while running[i] and running[i][0] == steps[i]:
-            heapq.heappop(running[i])
-        fill(i)
+        now, engine = heapq.heappop(events)
+        ends = running[engine]
+        clock[engine] = now
+        steps[engine] = ends[0]
+        while ends and ends[0] == steps[engine]:
+            heapq.heappop(ends)
+        fill(engine)
     return max(clock), last_start
 
 
@@ -85,12 +92,11 @@ def measure(gpus: int, rollouts: int, mean: float, longest: int, rows: int) -> d
     train_s = tokens.sum() / TRAIN_RATE / gpus
     turns_s = generate_s + train_s + SWITCH_S
 
-    def best_split(generate_s: Callable[[int], float]) -> tuple[float, int]:
-        """Return the seconds of a step ahead and the number of its engines. generate_s: seconds on some engines."""
-        times = [(max(generate_s(g), train_s * gpus / (gpus - g)) + WEIGHTS_S, g) for g in range(1, gpus)]
-        return min(times)
+    def best_split(seconds_on: Callable[[int], float]) -> tuple[float, int]:
+        """Return the seconds of a step ahead, and its GPUs for generation. seconds_on: of generation on g GPUs."""
+        return min((max(seconds_on(g), train_s * gpus / (gpus - g)) + WEIGHTS_S, g) for g in range(1, gpus))
 
-    busy_s = tokens.sum() * (STEP_S + ROW_S * rows) / rows  # on one engine whose rows are all in use
+    busy_s = tokens.sum() * (STEP_S + ROW_S * rows) / rows  # generation on one engine whose rows are all in use
     ahead_s, engines = best_split(lambda g: generation(tokens, g, rows)[0])
     return {
         "rollouts": rollouts,

@@ -5,9 +5,9 @@
 
 128 prompts of 200 tokens have N responses each. Lengths are log-normal (standard deviation 0.5 of the logarithm between
 prompts and 0.5 within, mean 8,192 tokens, cut off at 14,336). 62% of the groups are kept and trained in 8 mini-batches
-by a model of 1.5 billion weights. Column "runs" gives each replica a run of whole prompts and trains them where they
-were sampled; "dealt" and "assigned" use the code of training. Generation is the mean number of tokens over
-replicas divided by the maximum; update is the same for predicted cost, summed over optimizer steps. Seconds are
+by a model of 1.5 billion weights. Column "runs" gives each replica a contiguous range of the rollouts, and trains
+them where they were sampled; "dealt" and "assigned" use the code of training. Generation is the mean number of tokens
+over replicas divided by the maximum; update is the same for predicted cost, summed over optimizer steps. Seconds are
 processor time of planning one step, on one thread.
 """
 
@@ -47,7 +47,7 @@ def sample_outcomes(n: int, seed: int) -> Outcomes:
     rng = np.random.default_rng(seed)
     between = rng.normal(0, SPREAD, (PROMPTS, 1))
     within = rng.normal(0, SPREAD, (PROMPTS, n))
-    lengths = MEAN * np.exp(between + within - SPREAD**2)  # the mean of each exponential is exp(SPREAD^2 / 2)
+    lengths = MEAN * np.exp(between + within - SPREAD**2)  # both exponentials have the mean exp(SPREAD^2 / 2)
     tokens = torch.from_numpy(lengths.clip(1, LONGEST).astype(np.int64))
     kept = np.sort(rng.permutation(PROMPTS)[: round(KEPT * PROMPTS)]).tolist()
 
@@ -73,7 +73,7 @@ def efficiency(loads: np.ndarray) -> float:
 
 
 def in_runs(outcomes: Outcomes, replicas: int) -> torch.Tensor:
-    """Return the replica of every rollout if each replica gets a run of them in (group, sibling) order."""
+    """Return the replica of every rollout if each replica gets a contiguous range in (group, sibling) order."""
     rows = outcomes.tokens.numel()
     cuts = [rows * i // replicas for i in range(1, replicas)]
     return torch.bucketize(torch.arange(rows), torch.tensor(cuts), right=True).view_as(outcomes.tokens)
@@ -88,22 +88,22 @@ def dealt(outcomes: Outcomes, replicas: int) -> torch.Tensor:
     return holder
 
 
-def sums(holder: torch.Tensor, values: torch.Tensor, replicas: int) -> np.ndarray:
-    return np.bincount(holder.flatten().numpy(), weights=values.flatten().numpy(), minlength=replicas)
+def sums(index: torch.Tensor, values: torch.Tensor, count: int) -> np.ndarray:
+    """Return the sums [count] of the values with each index."""
+    return np.bincount(index.flatten().numpy(), weights=values.flatten().numpy(), minlength=count)
 
 
-def old_update(outcomes: Outcomes, holder: torch.Tensor, algo: AlgoConfig, costs: CostModel, replicas: int) -> float:
-    """Return the efficiency if each replica trains on the rows that it sampled."""
+def own_update(outcomes: Outcomes, holder: torch.Tensor, algo: AlgoConfig, costs: CostModel, replicas: int) -> float:
+    """Return the efficiency if every replica trains on the rows that it sampled. holder: replica of each rollout."""
     group, sibling = trained_mask(outcomes, overlong_filter=False).nonzero(as_tuple=True)
-    prompts = torch.full_like(group, PROMPT_TOKENS)
-    row_costs, _ = replace(costs, share=False).rows(
-        prompts.numpy(), outcomes.tokens[group, sibling].numpy(), group.numpy()
-    )
-    place = torch.zeros(PROMPTS, dtype=torch.int64)
-    place[outcomes.kept] = torch.arange(len(outcomes.kept))
-    step = mini_batch_of(place[group], sibling, MINI_BATCHES, algo.mini_batch_of)
-    cells = sums(step * replicas + holder[group, sibling], torch.from_numpy(row_costs), MINI_BATCHES * replicas)
-    return efficiency(cells.reshape(MINI_BATCHES, replicas))
+    prompts = np.full(len(group), PROMPT_TOKENS)
+    unshared = replace(costs, share=False)
+    row_costs, _ = unshared.rows(prompts, outcomes.tokens[group, sibling].numpy(), group.numpy())
+    kept_index = torch.zeros(PROMPTS, dtype=torch.int64)
+    kept_index[outcomes.kept] = torch.arange(len(outcomes.kept))
+    step = mini_batch_of(kept_index[group], sibling, MINI_BATCHES, algo.mini_batch_of)
+    loads = sums(step * replicas + holder[group, sibling], torch.from_numpy(row_costs), MINI_BATCHES * replicas)
+    return efficiency(loads.reshape(MINI_BATCHES, replicas))
 
 
 def measure(n: int, replicas: int, split: Any, costs: CostModel) -> dict[str, Any]:
@@ -115,23 +115,23 @@ def measure(n: int, replicas: int, split: Any, costs: CostModel) -> dict[str, An
 
     begun = time.thread_time()
     subset = choose_subset(outcomes, algo)
-    replica, balance = assign_replicas(outcomes, subset, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
+    assigned, balance = assign_replicas(outcomes, subset, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
     seconds = time.thread_time() - begun
 
     # Rows that are trained where they were sampled are not sent.
-    moving = (replica >= 0) & (replica != holder)
-    sent = sums(holder[moving], outcomes.tokens[moving], replicas) * TOKEN_BYTES
+    moving = (assigned >= 0) & (assigned != holder)  # -1: not trained
+    sent_bytes = sums(holder[moving], outcomes.tokens[moving], replicas) * TOKEN_BYTES
     return {
         "n": n,
         "replicas": replicas,
         "of": split,
         "generation_runs": efficiency(sums(runs, outcomes.tokens, replicas)),
         "generation": efficiency(sums(holder, outcomes.tokens, replicas)),
-        "update_runs": old_update(outcomes, runs, algo, costs, replicas),
+        "update_runs": own_update(outcomes, runs, algo, costs, replicas),
         "update": balance,
-        "rows": int((replica >= 0).sum()),
+        "rows": int((assigned >= 0).sum()),
         "seconds": seconds,
-        "sent_mib": float(sent.max()) / 2**20,
+        "sent_mib": float(sent_bytes.max()) / 2**20,
     }
 
 

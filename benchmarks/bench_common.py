@@ -99,10 +99,10 @@ def peak_flops(dtype: str, threads: int, device: str = "cpu") -> float:
 
 
 def brorl(arguments: Sequence[str], threads: int) -> tuple[float, str]:
-    """Run a command of this project as a user does, and return the share of the machine that others used (measure.run).
+    """Run a command of this project as a user does. Return the share of the machine that others used, and the output.
 
-    The second result is its output, whose last line on a GPU is the peak of its device memory in MiB. Raises
-    EngineFailed with its last lines."""
+    On a GPU, the last line of the output is the peak of the device memory in MiB. Raises EngineFailed with the last
+    lines of stderr."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
     program = ["-c", _WITH_PEAK] if torch.cuda.is_available() else ["-m", "megatron_brorl"]
     process, others = run([sys.executable, *program, *arguments], environment)
@@ -112,7 +112,7 @@ def brorl(arguments: Sequence[str], threads: int) -> tuple[float, str]:
 
 
 def train(directory: Path, arguments: Sequence[str], threads: int) -> dict[str, Any]:
-    """Run `brorl train` with the run.dir `directory`, and return what trainer_trl.py returns for TRL."""
+    """Run `brorl train` with the run.dir `directory`. Return steps, model and costs with the keys of trainer_trl.py."""
     others, output = brorl(["train", *arguments], threads)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if "trained_tokens" in line]  # others are evaluations

@@ -8,9 +8,9 @@ Every row is measured in a separate process, after one call that compiles and wa
 the growth of the memory at its peak, that of torch's tensors on a GPU and the resident set on a CPU. "products" is the
 three matrix products alone, and "own" the fused op with the loss as a user's function (algo.policy_loss).
 fma_peak_share counts three products, 6 T H V operations, against the machine's peak in the same dtype
-(bench_common.peak_flops). "fused" and "own" return the entropy as well; the others do not. They also leave tokens
-without a gradient (clipped ones) out of two of their products; "clipped" is their share, by default that of the random
-old log-probabilities. Linux only.
+(bench_common.peak_flops). Only "fused" and "own" return the entropy as well, and leave tokens without a gradient
+(clipped ones) out of two of the products. "clipped" is the share of such tokens, by default that of the random old
+log-probabilities. Linux only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megatron_brorl.ops.fused.linear import CHUNK_ROWS, chunk_rows, linear_log_p
 SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936), (4096, 576, 49152)]
 SHAPES += [(16384, 1536, 151936), (16384, 576, 49152)]
 LIMITS = (0.2, 0.28, 2.0)  # eps_low, eps_high, is_cap
-CHUNK = CHUNK_ROWS["cpu"]  # rows of TRL's sequences
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # of the implementations
+SEQUENCE = CHUNK_ROWS["cpu"]  # tokens of a sequence
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # hidden, weight, ids, old, rollout, advantages
 
 
 def full_loss(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def fused(
 ) -> float:
     eps_low, eps_high, is_cap = LIMITS
     weights = torch.full((len(h),), 1 / len(h), device=h.device)
-    sequences = torch.arange(len(h), device=h.device) // CHUNK
+    sequences = torch.arange(len(h), device=h.device) // SEQUENCE
     tokens = PolicyTokens(rollout, advantages, weights, old, sequences=sequences)
     settings = PolicyLossSettings(eps_low, eps_high, is_cap=is_cap, policy_loss=policy_loss)
     loss = linear_ppo_loss(h, w, ids, tokens, settings, temperature=1.0).loss
@@ -120,8 +120,8 @@ def chunked(loss: Callable[..., Tensor]) -> Callable[..., float]:
 def trl_like(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
     """Compute log-probabilities as logit - logsumexp, sequence by sequence (TRL's selective_log_softmax)."""
     eps_low, eps_high, is_cap = LIMITS
-    logits = (h @ w.t()).view(-1, CHUNK, len(w)).float()
-    picked = logits.gather(-1, ids.view(-1, CHUNK, 1)).squeeze(-1)
+    logits = (h @ w.t()).view(-1, SEQUENCE, len(w)).float()
+    picked = logits.gather(-1, ids.view(-1, SEQUENCE, 1)).squeeze(-1)
     log_probs = (picked - torch.stack([x.logsumexp(-1) for x in logits])).flatten()
     ratio = (log_probs - old).clamp(-20, 20).exp()
     importance = (old - rollout).clamp(-20, 20).exp().clamp(max=is_cap)
@@ -161,7 +161,7 @@ def make_inputs(
 ) -> tuple[Inputs, float]:
     """Return hidden [T, H], weight [V, H], ids, old and rollout log-probs, advantages [T], and the clipped share.
 
-    clipped: the share of tokens outside the clip range; None: as the noise of the old log-probabilities makes it.
+    clipped: the share of tokens outside the clip range; None: as many as the noise of the old log-probabilities makes.
     """
     t, h, v = shape
     g = torch.Generator(device).manual_seed(0)
@@ -173,13 +173,13 @@ def make_inputs(
     rollout_gap = 0.1 * normal(t)
     advantages = normal(t)
 
-    # The given share of tokens leaves the clip range, where tokens have no gradient.
     with torch.no_grad():
         log_probs, _ = linear_log_probs(hidden, weight, ids, temperature=1.0)
     if clipped is not None:
-        moved = torch.arange(t, device=device) < round(clipped * t)
-        moved = moved[torch.randperm(t, generator=g, device=device)]
-        old = log_probs - torch.where(moved, 0.5 * advantages.sign(), 0.0)
+        # A log-ratio of 0.5 with the advantage's sign is outside the clip range. The other tokens have a ratio of 1.
+        outside = torch.arange(t, device=device) < round(clipped * t)
+        outside = outside[torch.randperm(t, generator=g, device=device)]
+        old = log_probs - torch.where(outside, 0.5 * advantages.sign(), 0.0)
     share = float(is_clipped(log_probs, old, advantages).float().mean())
     return (hidden, weight, ids, old, old + rollout_gap, advantages), share
 
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--clipped", type=float, metavar="SHARE", help="set the share of clipped tokens")
     add_device(parser)
     args = parser.parse_args()
-    shapes = SHAPES[:1] if args.quick else [SHAPES[i] for i in args.shapes or range(5)]
+    shapes = SHAPES[:1] if args.quick else [SHAPES[i] for i in args.shapes or range(5)]  # range(5): all for CPUs
     timings = rows(shapes, args.impl, args.dtypes, args.clipped, args.device, args.threads, args.repeat)
     print("impl            dtype       T     H       V   seconds  extra MiB  peak share        loss  clipped")
     for r in timings:

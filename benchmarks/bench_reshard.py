@@ -32,6 +32,7 @@ from measure import peak_mib, timed
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.checkpoints.safetensors_files import INDEX
 
+# Functions of fresh processes import Megatron themselves: every process imports this file, and peak counts all imports.
 MIB = 1 << 20
 SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 1}
 MODELS = {
@@ -59,18 +60,17 @@ def weight_sync_rank(
     from megatron_brorl.train.worker import StageOptions, Worker
 
     shape = read_shape(directory)
-    processes = grid.build(ParallelConfig(tensor=tensor, pipeline=pipeline))
-    worker = Worker(
-        shape, processes, StageOptions(tokens_per_micro_batch=1024, ops=backend("fused", cpu_bridge.default_device()))
-    )
+    device = cpu_bridge.default_device()
+    options = StageOptions(tokens_per_micro_batch=1024, ops=backend("fused", device))
+    worker = Worker(shape, grid.build(ParallelConfig(tensor=tensor, pipeline=pipeline)), options)
     worker.load_hf(directory)
-    engine = TorchEngine(shape, hf_shapes(shape), cpu_bridge.default_device(), torch.float32, 64, sample_tokens)
+    engine = TorchEngine(shape, hf_shapes(shape), device, torch.float32, max_rows=64, sample=sample_tokens)
     rows = []
     for version in range(1 + repeat):
         rows.append(timed(lambda version=version: sync_weights(worker, engine, version))[:2])  # type: ignore[misc]
     size = 4 * sum(torch.Size(s).numel() for s in hf_shapes(shape).values())
     grid.leave()
-    return [rows[1:], size]
+    return [rows[1:], size]  # The first update warms up.
 
 
 def weight_sync_row(directory: str, tensor: int, pipeline: int, repeat: int) -> dict[str, Any]:
@@ -101,12 +101,12 @@ def conversion(args: tuple[str, str, int]) -> dict[str, Any]:
     from megatron_brorl.checkpoints import convert
     from megatron_brorl.checkpoints.megatron_format import METADATA
 
-    megatron = (Path(source) / METADATA).is_file()
+    is_megatron = (Path(source) / METADATA).is_file()
     size = 0
 
     def run() -> None:
         nonlocal size
-        opened = convert.open_megatron(Path(source), config=None) if megatron else convert.open_hf(Path(source))
+        opened = convert.open_megatron(Path(source), config=None) if is_megatron else convert.open_hf(Path(source))
         if tensor:
             size = convert.to_megatron(*opened, Path(target), tensor, pipeline=1, report=lambda *_: None)
         else:
@@ -129,9 +129,9 @@ def same(first: Path, second: Path) -> bool:
     """Return whether two Hugging Face directories have the same bits, with one tensor in memory at a time."""
     a = Checkpoint(first)
     b = Checkpoint(second)
-    bits = (torch.equal(a.tensor(n).view(torch.uint8), b.tensor(n).view(torch.uint8)) for n in a.files)
-    indexes = [path for path in (first / INDEX, second / INDEX) if path.is_file()]
-    return len(indexes) in (0, 2) and a.files.keys() == b.files.keys() and all(bits)
+    equal = (torch.equal(a.tensor(n).view(torch.uint8), b.tensor(n).view(torch.uint8)) for n in a.files)
+    same_format = (first / INDEX).is_file() == (second / INDEX).is_file()  # only sharded checkpoints have an index
+    return same_format and a.files.keys() == b.files.keys() and all(equal)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ def main() -> None:
             rows.append(weight_sync_row(small, tensor, pipeline, repeat))
             show(rows[-1])
 
-        # To Megatron, to another layout and back, each in a fresh process.
+        # (direction, source, target, tensor ranks): to Megatron, to another layout and back, each in a fresh process.
         alone(make, model, str(root / "hf"), "bfloat16")
         steps = [("to-megatron", "hf", "a", 2), ("to-megatron", "a", "b", 1), ("to-hf", "b", "back", 0)]
         for what, source, target, tensor in steps:

@@ -8,8 +8,8 @@ first two thirds of the prompts from none to all; the last third is all right. O
 with a weight of 1 / k. All responses differ; one in sixteen has no answer. A third of the references are whole
 numbers, a third decimals or fractions, a third expressions. The responses for verifier `exact` are only the answers.
 
-Seconds are the best of --repeat, from the first rollout to the last reward as in a step, without a tokenizer. The
-workers have imported the verifier before. The two ways run in one process and must agree in every reward.
+Seconds are the best of --repeat, from the first rollout to the last reward as in a step, without a tokenizer. Workers
+import the verifier before the measurement. The two ways run in one process and must agree in every reward.
 """
 
 from __future__ import annotations
@@ -30,25 +30,9 @@ from megatron_brorl.types import Prompt, Rollout
 PROMPTS = 128
 SIBLINGS = 512
 WRONG = 64  # wrong answers of a prompt
-NO_ANSWER = 1 / 16  # of the responses
-WORDS = (
-    "so",
-    "we",
-    "add",
-    "the",
-    "two",
-    "numbers",
-    "and",
-    "then",
-    "find",
-    "that",
-    "this",
-    "part",
-    "is",
-    "half",
-    "left",
-)
-CHARS = 1000  # of the text before an answer
+NO_ANSWER = 1 / 16  # share of the responses without an answer
+WORDS = "so we add the two numbers and then find that this part is half left".split()  # noqa: SIM905
+CHARS = 1000  # characters of the text before an answer
 
 
 def references(rng: random.Random, count: int) -> list[str]:
@@ -62,7 +46,7 @@ def references(rng: random.Random, count: int) -> list[str]:
 
 
 def wrong_answers(reference: str) -> list[str]:
-    """Return the reference with larger first numbers, by 1 and more."""
+    """Return WRONG answers: the reference with its first number increased by 1, 2 and so on."""
     start = next(i for i, c in enumerate(reference) if c.isdigit())
     end = next((i for i in range(start, len(reference)) if not reference[i].isdigit()), len(reference))
     return [f"{reference[:start]}{int(reference[start:end]) + by}{reference[end:]}" for by in range(1, WRONG + 1)]
@@ -74,12 +58,12 @@ def responses(rng: random.Random, verifier: str, reference: str, n: int, right: 
     answers = rng.choices(wrong, [1 / k for k in range(1, len(wrong) + 1)], k=n)
     answers = [reference if rng.random() < right else answer for answer in answers]
     if verifier == "exact":
-        return answers  # which takes the whole response
+        return answers  # `exact` compares the whole response
 
     # Reasoning that differs between responses, then the answer.
     texts = []
     for answer in answers:
-        words = " ".join(rng.choices(WORDS, k=CHARS // 3))[:CHARS]
+        words = " ".join(rng.choices(WORDS, k=CHARS // 3))[:CHARS]  # a word has 3 or more characters with its space
         end = "" if rng.random() < NO_ANSWER else f"\\boxed{{{answer}}}"
         if end and answer.isdigit() and rng.random() < 0.5:
             end = f"\n#### {answer}"
@@ -89,9 +73,9 @@ def responses(rng: random.Random, verifier: str, reference: str, n: int, right: 
 
 def measure(prompts: list[Prompt], texts: list[list[str]], pool: RewardPool) -> tuple[float, list[float], PoolStats]:
     """Return the seconds and the rewards of one scoring, and the counts of the pool."""
-    # A response's only token is its number.
     n = len(texts[0])
     flat = [text for siblings in texts for text in siblings]
+    # Each response has one token, its index in `flat`, which the decoder below replaces by the text.
     rollouts = [
         Rollout(index=i % n, token_ids=torch.tensor([i]), log_probs=torch.zeros(1), finish="stop")
         for i in range(len(flat))
@@ -114,13 +98,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    # From prompts without a right response to prompts with right ones only.
     rng = random.Random(0)
     count, n = (8, 64) if args.quick else (PROMPTS, SIBLINGS)
     prompts = [
         Prompt(id=f"p/{i}", text="", token_ids=(1,), answer=answer, verifier=args.verifier)
         for i, answer in enumerate(references(rng, count))
     ]
+    # The share of right responses grows from 0 to 1 over two thirds of the prompts, in a random order of prompts.
     shares = [min(1.0, 1.5 * (i + 0.5) / count) for i in rng.sample(range(count), count)]
     texts = [responses(rng, args.verifier, str(p.answer), n, share) for p, share in zip(prompts, shares, strict=True)]
 
@@ -128,7 +112,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     rewards: list[list[float]] = []
     for cache in (True, False):
-        impure: frozenset[str] = frozenset() if cache else frozenset({args.verifier})
+        impure: frozenset[str] = frozenset() if cache else frozenset({args.verifier})  # not cached
         with RewardPool(args.workers, timeout_s=20.0, impure=impure) as pool:
             # Imports are not part of a step, so every worker scores something first.
             measure(prompts[:4], [siblings[:16] for siblings in texts[:4]], pool)

@@ -40,7 +40,7 @@ ENGINES = ("brorl", "transformers")
 
 
 def sibling_lengths(spec: str, n: int) -> list[int]:
-    """Return the new tokens of each sibling: "64" for all, or "8-256" evenly spread in a shuffled order."""
+    """Return the number of new tokens of each sibling: "64" for all, or "8-256" evenly spread in a shuffled order."""
     low, _, high = spec.partition("-")
     first = int(low)
     last = int(high or low)
@@ -61,19 +61,20 @@ def kv_bytes(shape: ModelShape, dtype: str, tokens: int) -> int:
 
 
 def measure(
-    pythons: dict[str, str], shape: ModelShape, model: str, job: dict[str, Any], head: dict[str, Any], scratch: Path
+    pythons: dict[str, str], shape: ModelShape, model: str, job: dict[str, Any], columns: dict[str, Any], scratch: Path
 ) -> list[dict[str, Any]]:
-    """Return the rows of one model, dtype, prompt length and response lengths. fma_peak_share is in operations/s."""
+    """Return a row of each engine for one job. fma_peak_share is in operations/s; `main` divides it by the peak.
+
+    pythons: interpreter of each engine. columns: the columns of all rows that describe the job."""
     rows = []
     tokens = sum(job["lengths"])
-    prompt = len(job["prompts"][0])
     for engine, python in pythons.items():
         report = ask(python, f"engine_{engine}.py", job, scratch)
         seconds = statistics.median(report["seconds"])
         row = {
             "engine": engine,
             "model": model,
-            **head,
+            **columns,
             "tokens": tokens,
             "threads": job["threads"],
             "seconds": seconds,
@@ -87,7 +88,7 @@ def measure(
             row["weight_sync_ms"] = report["weight_sync_ms"]
         if "prompt_kv_bytes" in report:
             row["prompt_kv_bytes"] = report["prompt_kv_bytes"]
-            row["prompt_kv_copies"] = report["prompt_kv_bytes"] / kv_bytes(shape, job["dtype"], prompt)
+            row["prompt_kv_copies"] = report["prompt_kv_bytes"] / kv_bytes(shape, job["dtype"], columns["prompt"])
         rows.append(row)
     return rows
 
@@ -141,7 +142,7 @@ def main() -> None:
                 directory = Path(scratch) / model
                 write_model(model, directory)
             shape = read_shape(directory)
-            for dtype, prompt, n, spec in cases:
+            for dtype, prompt_tokens, n, spec in cases:
                 lengths = sibling_lengths(spec, n)
                 job = {
                     "model": str(directory),
@@ -149,14 +150,14 @@ def main() -> None:
                     "dtype": dtype,
                     "device": args.device,
                     "threads": args.threads,
-                    "prompts": prompts(shape.vocab, prompt, calls=1 + args.repeat),
+                    "prompts": prompts(shape.vocab, prompt_tokens, calls=1 + args.repeat),
                     "lengths": lengths,
                     # Enough for the prompt in every sibling, so that no engine has to preempt.
-                    "kv_gib": kv_bytes(shape, dtype, n * (prompt + max(lengths))) // 2**30 + 1,
+                    "kv_gib": kv_bytes(shape, dtype, n * (prompt_tokens + max(lengths))) // 2**30 + 1,
                 }
-                head = {"prompt": prompt, "n": n, "lengths": spec, "dtype": dtype}
+                columns = {"prompt": prompt_tokens, "n": n, "lengths": spec, "dtype": dtype}
                 try:
-                    rows += measure(pythons, shape, directory.name, job, head, Path(scratch))
+                    rows += measure(pythons, shape, directory.name, job, columns, Path(scratch))
                 except EngineFailed as e:
                     sys.exit(f"bench_rollout: {e}")
     for dtype, peak in peaks.items():

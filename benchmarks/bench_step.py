@@ -48,7 +48,7 @@ END = "<|endoftext|>"
 
 
 def words(vocab: int) -> tuple[list[str], list[str]]:
-    """Return the answers and the plain words of a vocabulary of that size, which also has bytes and an end token."""
+    """Return the answers and plain words of a vocabulary of `vocab` tokens, which also has bytes and an end token."""
     answers = [f"<answer>{i % 2}</answer>{i}" for i in range(vocab // WORDS_PER_ANSWER)]
     return answers, [f"<w{i}>" for i in range(vocab - BYTES - 1 - len(answers))]
 
@@ -69,9 +69,9 @@ def questions(vocab: int, tokens: int, count: int) -> list[dict[str, str]]:
 
 
 def make_job(args: argparse.Namespace, model: Path, prompt: int, dtype: str) -> dict[str, Any]:
-    """Return the job of both sides. model: a directory of write_model and write_tokenizer."""
+    """Return the job of both sides. model: directory of write_model and write_tokenizer. prompt: tokens of a prompt."""
     micro_batch = min(args.trl_micro_batch, args.n)
-    arguments = {  # generated in one go, one optimizer step
+    arguments = {  # options of GRPOConfig: a step generates its responses in one call, and takes one optimizer step
         "max_steps": 1 + args.repeat,
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": args.groups * args.n // micro_batch,
@@ -100,7 +100,7 @@ def make_job(args: argparse.Namespace, model: Path, prompt: int, dtype: str) -> 
 
 
 def settings(job: dict[str, Any], directory: Path) -> list[str]:
-    """Write the rows and an empty configuration, and return it with the overrides of the job."""
+    """Write the rows and an empty configuration. Return the path of the configuration, and the overrides of the job."""
     data = directory / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in job["rows"]), encoding="utf-8")
     config = directory / "run.toml"
@@ -129,7 +129,7 @@ def ours(job: dict[str, Any], directory: Path, *overrides: str) -> dict[str, Any
 
 
 def row(engine: str, report: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
-    """Return one row, with fma_peak_share in operations per second."""
+    """Return one row. fma_peak_share is in operations per second; `main` divides it by the peak."""
     if not all(0 < step["reward"] < 1 for step in report["steps"]):
         raise EngineFailed(f"{engine}: all rewards of a step are the same, so there was nothing to train on")
     timed = report["steps"][1:]
@@ -161,12 +161,12 @@ def show(rows: list[dict[str, Any]]) -> None:
         "prompt    N  dtype  engine   samples/s  brorl is peak MiB peak share others  generate   score   train    sync"
         "    step"
     )
-    ours = {(r["prompt"], r["dtype"]): r["samples_per_s"] for r in rows if r["engine"] == "brorl"}
+    speeds = {(r["prompt"], r["dtype"]): r["samples_per_s"] for r in rows if r["engine"] == "brorl"}
     for r in rows:
         phases = "".join(f"{r['seconds'][p]:>8.3f}" if p in r["seconds"] else f"{'-':>8}" for p in PHASES[1:])
         print(
             f"{r['prompt']:>6}{r['n']:>5}  {r['dtype']:<7}{r['engine']:<7}{r['samples_per_s']:>11.1f}"
-            f"{ours[r['prompt'], r['dtype']] / r['samples_per_s']:>9.2f}x{r['peak_mib']:>8.0f}"
+            f"{speeds[r['prompt'], r['dtype']] / r['samples_per_s']:>9.2f}x{r['peak_mib']:>8.0f}"
             f"{r['fma_peak_share']:>11.1%}{r['others_cpu_share']:>7.0%}{r['seconds']['generate']:>10.3f}{phases}"
         )
 

@@ -75,9 +75,8 @@ def main() -> None:
         write_model(name, Path(folder))
         shape = read_shape(folder)
         device = torch.device("cpu")
-        engine = TorchEngine(
-            shape, hf_shapes(shape), device, torch.float32, slots, sample_turns, backend("fused", device).decode
-        )
+        ops = backend("fused", device).decode
+        engine = TorchEngine(shape, hf_shapes(shape), device, torch.float32, slots, sample=sample_turns, ops=ops)
         engine.update_weights(load_file(f"{folder}/{WEIGHTS}").items(), version=0)
         turns = TurnEngine(engine, pool, config, lambda ids: "", lambda messages, after_stop: [*OBSERVATION])
         agents = agent_engine(engine, n, slots)
@@ -88,11 +87,11 @@ def main() -> None:
         }
         print("arm         seconds   tokens/s   steps   rows   rate")
         for _ in range(repeat):
-            for arm, (turn_engine, seconds) in arms.items():
-                measurements.append({"arm": arm, **measure(turn_engine, n, sampling, seconds)})
-                row = measurements[-1]
-                first = next(r for r in reversed(measurements) if r["arm"] == "0 s")
-                row["rate"] = row["tokens_per_s"] / first["tokens_per_s"]
+            for arm, (turn_engine, tool_s) in arms.items():
+                row = {"arm": arm, **measure(turn_engine, n, sampling, tool_s)}
+                measurements.append(row)
+                undelayed = next(r for r in reversed(measurements) if r["arm"] == "0 s")
+                row["rate"] = row["tokens_per_s"] / undelayed["tokens_per_s"]
                 print(
                     f"{arm:<12}{row['seconds']:>7.2f}{row['tokens_per_s']:>11.0f}{row['steps']:>8}"
                     f"{row['rows']:>7.0f}{row['rate']:>7.1%}"
@@ -105,10 +104,11 @@ def main() -> None:
 
 def agent_engine(engine: TorchEngine, n: int, slots: int) -> AgentEngine:
     """Return an engine whose rollouts are agents, for a model without a tokenizer."""
-    tokens = len(PROMPT) + TURNS * (TURN_TOKENS + len(OBSERVATION))
+    prompt_tokens = len(PROMPT) + TURNS * (TURN_TOKENS + len(OBSERVATION))
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
     config = AgentConfig(function=AGENT, max_calls=TURNS)
-    chat = Chat(config, tokens, None, decode, lambda *_: [*PROMPT], lambda *_: [*OBSERVATION])
+    render, proceed = (lambda *_: [*PROMPT]), (lambda *_: [*OBSERVATION])
+    chat = Chat(config, prompt_tokens, format=None, decode=decode, render=render, proceed=proceed)
     return AgentEngine(engine, EnvironmentPool(AGENT, 1, 600.0, kind=Agents), chat)
 
 
@@ -119,9 +119,9 @@ def cost(engine: AgentEngine, n: int, sampling: Sampling) -> dict[str, Any]:
     def cpu() -> float:
         return sum(p.cpu_times().user + p.cpu_times().system for p in (process, *process.children()))
 
-    run(engine, n=8, sampling=sampling, seconds=0.0)  # The process and its client start.
+    run(engine, n=8, sampling=sampling, tool_s=0.0)  # The process of the agents and its client start.
     before = cpu()
-    calls = sum(r.episode.turns for r in run(engine, n, sampling, seconds=0.0) if r.episode)
+    calls = sum(r.episode.turns for r in run(engine, n, sampling, tool_s=0.0) if r.episode)
     milliseconds = 1e3 * (cpu() - before) / calls
     print(f"{calls} calls: {milliseconds:.2f} ms of CPU each")
     return {"calls": calls, "cpu_ms_per_call": milliseconds}
@@ -137,9 +137,9 @@ def sample_turns(
     return torch.where(ends, STOP, ids), log_probs
 
 
-def run(engine: RolloutEngine, n: int, sampling: Sampling, seconds: float) -> list[Rollout]:
-    """Sample n episodes whose environment waits up to `seconds` per turn, or n agents."""
-    metadata = {"seconds": seconds, "turns": TURNS}
+def run(engine: RolloutEngine, n: int, sampling: Sampling, tool_s: float) -> list[Rollout]:
+    """Sample n episodes whose environment waits up to `tool_s` seconds per turn, or n agents."""
+    metadata = {"seconds": tool_s, "turns": TURNS}
     prompt = Prompt(id="p", text="", token_ids=PROMPT, answer=None, verifier=ENVIRONMENT, metadata=metadata)
     if not isinstance(engine, TurnEngine):
         sampling = replace(sampling, shares_prefixes=False, max_tokens=TURN_TOKENS)
@@ -147,16 +147,16 @@ def run(engine: RolloutEngine, n: int, sampling: Sampling, seconds: float) -> li
     return rollouts
 
 
-def measure(engine: RolloutEngine, n: int, sampling: Sampling, seconds: float) -> dict[str, Any]:
+def measure(engine: RolloutEngine, n: int, sampling: Sampling, tool_s: float) -> dict[str, Any]:
     """Run and measure the time, the tokens and the decoding steps."""
     start = time.perf_counter()
-    rollouts = run(engine, n, sampling, seconds)
+    rollouts = run(engine, n, sampling, tool_s)
     elapsed = time.perf_counter() - start
     tokens = sum(r.sampled_tokens for r in rollouts)
     usage = engine.kv_usage()
     assert usage is not None
     return {
-        "tool_s": seconds,
+        "tool_s": tool_s,
         "seconds": elapsed,
         "tokens_per_s": tokens / elapsed,
         "steps": usage.steps,

@@ -7,10 +7,10 @@
                                       [--threads N] [--repeat N]
 
 An update is one optimizer step on N random responses to one random prompt, by a model of bench_common with random
-weights. Every row is a fresh process that takes one update to warm up and then three; its
-seconds are their median. Rows of different variants alternate --repeat times. "full" trains all weights and shares no
-prompts, "shared" shares prompts, "lora:16" trains adapters of rank 16, and "fp8:RECIPE" is for Transformer Engine,
-which --without-te hides from all variants.
+weights. Every row is a fresh process that takes one update to warm up and then three. Seconds are the median of these.
+Rows of different variants alternate --repeat times. "full" trains all weights and shares no prompts, "shared" shares
+prompts, "lora:16" trains adapters of rank 16, and "fp8:RECIPE" is for Transformer Engine, which --without-te hides from
+all variants.
 state_mb: weights, gradients and optimizer. tflops: 6 operations for each weight of the layers' matrices per token, and
 for each weight of the LM head per response token; nothing for attention.
 """
@@ -50,13 +50,13 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
     device = cpu_bridge.default_device()
     kind, _, value = job["variant"].partition(":")
     shape = read_shape(job["model"])
-    recipe = Fp8Config(recipe=value if kind == "fp8" else "none")
+    fp8_config = Fp8Config(recipe=value if kind == "fp8" else "none")
     options = StageOptions(
-        job["tokens_per_micro_batch"],
-        backend("fused", device),
-        DTYPES[job["dtype"]],
+        tokens_per_micro_batch=job["tokens_per_micro_batch"],
+        ops=backend("fused", device),
+        dtype=DTYPES[job["dtype"]],
         share_prompt=kind == "shared",
-        fields=fp8.settings(recipe),
+        fields=fp8.settings(fp8_config),
         lora=LoraConfig(rank=int(value)) if kind == "lora" else None,
     )
     optim = OptimConfig(lr=1e-5)
@@ -82,16 +82,17 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
         durations.append(time.perf_counter() - begun)
 
     state = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state if x.numel() > 1}
+    # Tensors may share a storage. Those with one element are step counters.
+    state_bytes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state if x.numel() > 1}
     seconds = statistics.median(durations[1:])
     tokens = job["n"] * (job["prompt"] + job["response"])
-    products = layer_weights(shape) * tokens + shape.vocab * shape.hidden * job["n"] * job["response"]
+    multiply_adds = layer_weights(shape) * tokens + shape.vocab * shape.hidden * job["n"] * job["response"]
     return {
         "variant": job["variant"],
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
-        "tflops": 6 * products / seconds / 1e12,
-        "state_mb": sum(storages.values()) / 1e6,
+        "tflops": 6 * multiply_adds / seconds / 1e12,
+        "state_mb": sum(state_bytes.values()) / 1e6,
         "peak_mib": peak_mib(job["device"]),
     }
 
@@ -120,8 +121,8 @@ def main() -> None:
                 print("  ".join(shown), flush=True)
     for variant in args.variants:
         seconds = [row["seconds"] for row in rows if row["variant"] == variant]
-        first = [row["seconds"] for row in rows if row["variant"] == args.variants[0]]
-        ratio = statistics.median(seconds) / statistics.median(first)
+        baseline = [row["seconds"] for row in rows if row["variant"] == args.variants[0]]
+        ratio = statistics.median(seconds) / statistics.median(baseline)
         print(f"{variant}: {statistics.median(seconds):.3f} s, {ratio:.2f} of {args.variants[0]}")
     write_rows(args.json, rows)
 

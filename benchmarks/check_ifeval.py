@@ -40,7 +40,7 @@ def read(path: Path) -> list[Row]:
 
 
 def floor(rows: list[Row], response: str, mode: str, min_words: int) -> tuple[float, float]:
-    """Return the mean reward of one response to every prompt, by shares and for following all."""
+    """Return the mean share of followed instructions over prompts, and the share of prompts with all followed."""
     scores = []
     for row in rows:
         metadata = {**row.metadata, "mode": mode, "min_words": min_words}

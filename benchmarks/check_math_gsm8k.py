@@ -64,10 +64,10 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="GSM8K's test.jsonl or train.jsonl")
     solutions = [json.loads(line)["answer"] for line in parser.parse_args().file.read_text("utf-8").splitlines()]
 
-    # The solutions, and the same with a wrong number after the four hashes.
+    # Accepted solutions, and accepted ones with a wrong number after the four hashes.
     began = time.perf_counter()
-    right = sum(_ours(solution, solution) for solution in solutions)
-    wrong = sum(_ours(_another_number(solution), solution) for solution in solutions)
+    right = sum(_accepts(solution, solution) for solution in solutions)
+    wrong = sum(_accepts(_another_number(solution), solution) for solution in solutions)
     rate = 2 * len(solutions) / (time.perf_counter() - began)
     print(f"{right} of {len(solutions)} solutions score 1, {wrong} with another number; {rate:.0f} verdicts/s\n")
 
@@ -77,17 +77,17 @@ def main() -> None:
     numbers = sorted({int(reference.replace(",", "")) for reference in references})
     for form, write in FORMS.items():
         pairs = [(text, n) for n in numbers if (text := write(n)) is not None]
-        ours = sum(not _ours(text, str(n)) for text, n in pairs)
-        theirs = sum(not _theirs(text, str(n)) for text, n in pairs)
-        print(f"| {form:26} | {len(pairs)} | {ours} | {theirs} |")
+        refused = sum(not _accepts(text, str(n)) for text, n in pairs)
+        refused_by_math_verify = sum(not _math_verify_accepts(text, str(n)) for text, n in pairs)
+        print(f"| {form:26} | {len(pairs)} | {refused} | {refused_by_math_verify} |")
 
 
-def _ours(response: str, reference: str) -> bool:
+def _accepts(response: str, reference: str) -> bool:
     answer = math_verifier.find(response)
     return answer is not None and math_verifier.verify(answer, _row(reference)).reward == 1
 
 
-def _theirs(response: str, reference: str) -> bool:
+def _math_verify_accepts(response: str, reference: str) -> bool:
     return bool(math_verify.verify(math_verify.parse(reference), math_verify.parse(response)))
 
 

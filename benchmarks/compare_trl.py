@@ -66,7 +66,7 @@ def trl_job(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     if any(len(stop) > 1 for stop in rollout.stop_strings):
         raise UserError("rollout.stop_strings: use strings of one character, because TRL ends a response by its tokens")
     texts = ((i, tokenizer.decode([i])) for i in range(tokenizer.vocab_size))
-    ends = {i for i, text in texts if any(stop in text for stop in rollout.stop_strings)}
+    stop_string_ids = {i for i, text in texts if any(stop in text for stop in rollout.stop_strings)}
 
     # The prompts of all steps, in the order in which this project trains on them.
     sources = load_sources(config.data, tokenizer, sys.maxsize, config.run.seed, config.reward)
@@ -101,7 +101,7 @@ def trl_job(config: Config, args: argparse.Namespace) -> dict[str, Any]:
         "rows": [{"prompt": p.text, "answer": (p.answer or "").strip()} for p in prompts],
         "pattern": r"(?s)\A.*\Z",
         "cut_off_factor": config.reward.cut_off_factor,
-        "stop_ids": sorted({*stop_ids(model, tokenizer), *ends}),
+        "stop_ids": sorted({*stop_ids(model, tokenizer), *stop_string_ids}),
         "warmup_steps": optim.warmup_steps,
         "arguments": arguments,
     }
@@ -153,17 +153,17 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Print a Markdown table, and the rollouts of TRL in the seconds that this project needs for all of them."""
     head = ["run", "held-out pass@1 (95% interval)", "steps", "rollouts", "seconds", "s per step"]
     print(table([[*head, "reward of first and last step", "peak MiB", "others"], *map(line, rows)]))
-    trl, ours = rows[1:3]
+    _untrained, trl, ours, _equal_seconds = rows
     limit = ours["seconds"][-1]
     trl_rollouts = max((r for r, s in zip(trl["rollouts"], trl["seconds"], strict=True) if s <= limit), default=0)
     print(f"After {limit:.0f} s, this project has {ours['rollouts'][-1]:,} rollouts and TRL has {trl_rollouts:,}.")
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the training reward over seconds and rollouts. The run with equal rollouts is a part of the other."""
+    """Draw the training reward of TRL and of this project in equal seconds, over seconds and over rollouts."""
     figure, panels = figure_of(rows=1, columns=2, width=11, height=4)
     for axes, key in zip(panels, ("seconds", "rollouts"), strict=True):
-        for row, color in zip(rows[1::2], (ORANGE, BLUE), strict=True):
+        for row, color in ((rows[1], ORANGE), (rows[3], BLUE)):
             rewards = [step["reward"] for step in row["steps"]]
             axes.plot(row[key], rewards, color=color, marker="o", markersize=3, label=row["run"].partition(",")[0])
         panel(axes, f"N = {rows[0]['n']}, threads: {rows[0]['threads']}", "training reward", key)

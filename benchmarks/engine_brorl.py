@@ -58,9 +58,8 @@ def main() -> None:
     dtype = DTYPES[job["dtype"]]
     device = torch.device(job["device"])
     sampler = Sampler(len(job["lengths"]), device)
-    engine = TorchEngine(
-        shape, hf_shapes(shape), device, dtype, len(job["lengths"]), sampler, backend("fused", device).decode
-    )
+    ops = backend("fused", device).decode
+    engine = TorchEngine(shape, hf_shapes(shape), device, dtype, len(job["lengths"]), sample=sampler, ops=ops)
     weights = {name: tensor.to(dtype) for name, tensor in load_file(f"{job['model']}/{WEIGHTS}").items()}
     engine.update_weights(weights.items(), version=0)
 
@@ -78,7 +77,7 @@ def main() -> None:
         engine.update_weights(weights.items(), version)
         syncs.append(time.perf_counter() - start)
 
-    # Measure the memory of one prompt: the difference between that prompt twice and once, at the second draw.
+    # The memory of one prompt is the difference between a request with it twice and once, at the second of two draws.
     def kv_bytes() -> int:
         pool = engine._pool
         assert pool

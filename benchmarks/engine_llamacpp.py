@@ -1,7 +1,6 @@
 """llama.cpp's server with parallel slots, for bench_rollout.py: pip install xllamacpp gguf safetensors.
 
-It reads models of the families llama and qwen2, and writes them as GGUF in fp32 or bf16 first. Imports nothing from
-this project.
+Models of the families llama and qwen2 are first written as GGUF in fp32 or bf16. Imports nothing from this project.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SLOTS = 256  # llama.cpp's limit of sequences; larger groups are decoded in seve
 KINDS = {"fp32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16}
 
 
-def turned(weight: np.ndarray, heads: int) -> np.ndarray:
+def interleave_halves(weight: np.ndarray, heads: int) -> np.ndarray:
     """Return a query or key projection with the rotation's pairs next to each other, as llama.cpp's llama has them."""
     return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
@@ -52,7 +51,7 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
     for name, tensor in load_file(model / "model.safetensors").items():
         tensor = tensor.astype(np.float32)
         if family == "llama" and (".q_proj." in name or ".k_proj." in name):
-            tensor = turned(tensor, heads if ".q_proj." in name else config["num_key_value_heads"])
+            tensor = interleave_halves(tensor, heads if ".q_proj." in name else config["num_key_value_heads"])
         kind = KINDS[dtype] if tensor.ndim == 2 else KINDS["fp32"]
         gguf_name = names.get_name(name, (".weight", ".bias"))
         writer.add_tensor(gguf_name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
@@ -64,14 +63,15 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
 
 def main() -> None:
     job = read_job()
-    longest = max(map(len, job["prompts"])) + max(job["lengths"])
+    max_tokens = max(map(len, job["prompts"])) + max(job["lengths"])
     path = Path(job["scratch"]) / f"model-{job['dtype']}.gguf"
     if not path.exists():
         write_gguf(Path(job["model"]), path, job["dtype"])
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_parallel = min(SLOTS, len(job["lengths"]))
-    params.n_ctx = params.n_parallel * (longest + 32)
+    # The margin of 32 tokens keeps a sequence below the limit of its slot, which would end the response.
+    params.n_ctx = params.n_parallel * (max_tokens + 32)
     params.n_batch = params.n_ubatch = 2048
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job["threads"]
     params.cache_ram_mib = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WARM_TOKENS = 16  # nothing is compiled, and a whole call may take minutes
+WARM_TOKENS = 16  # tokens of the first call: a few warm up, because nothing is compiled; a whole call may take minutes
 JOB = read_job()
 DEVICE = torch.device(JOB["device"])
 
@@ -19,8 +19,8 @@ DEVICE = torch.device(JOB["device"])
 class Lengths(StoppingCriteria):
     """Finishes row i at its length; generate continues until all rows are finished."""
 
-    def __init__(self, lengths: list[int], prompt: int) -> None:
-        self.ends = torch.tensor(lengths, device=DEVICE) + prompt
+    def __init__(self, lengths: list[int], prompt_tokens: int) -> None:
+        self.ends = torch.tensor(lengths, device=DEVICE) + prompt_tokens
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return input_ids.shape[1] >= self.ends

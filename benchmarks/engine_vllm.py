@@ -12,7 +12,7 @@ import sys
 from measure import answer, read_job, time_rollouts
 
 job = read_job()
-# vllm reads this when it is imported. One process, so that memory and time are those of this process.
+# vLLM reads these variables when it is imported. It uses one process, whose memory and time are measured.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(job["kv_gib"])
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job['threads'] - 1}"
@@ -42,11 +42,11 @@ def main() -> None:
                 n=count, temperature=1.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
             )
 
-        text = TokensPrompt(prompt_token_ids=prompt)
+        token_prompt = TokensPrompt(prompt_token_ids=prompt)
         if len(set(lengths)) == 1:
-            (result,) = llm.generate([text], sampling(lengths[0], n), use_tqdm=False)
+            (result,) = llm.generate([token_prompt], sampling(lengths[0], n), use_tqdm=False)
             return [list(o.token_ids) for o in result.outputs]
-        results = llm.generate([text] * n, [sampling(tokens, 1) for tokens in lengths], use_tqdm=False)
+        results = llm.generate([token_prompt] * n, [sampling(tokens, 1) for tokens in lengths], use_tqdm=False)
         return [list(r.outputs[0].token_ids) for r in results]
 
     answer(**time_rollouts(job, generate), version=f"vllm {vllm.__version__}")
@@ -55,4 +55,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # its worker threads outlive main
+    os._exit(0)  # vLLM's worker threads outlive main

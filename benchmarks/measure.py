@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-with contextlib.suppress(ImportError):  # the environment of llama.cpp may lack it
+with contextlib.suppress(ImportError):  # the environment of llama.cpp may lack torch
     import torch
 
 # (prompt, a length for each sibling, seed) -> the new tokens of each sibling
 Generate = Callable[[list[int], list[int], int], Sequence[Sequence[int]]]
-SYNCS = 5  # the median of them is reported
+SYNCS = 5  # measured weight syncs, of which the median is reported
 
 
 def status_kib(key: str) -> int:
@@ -32,11 +32,11 @@ def status_kib(key: str) -> int:
 
 
 def forget_peak(device: str = "cpu") -> float:
-    """Reset the peak of the device's memory, and return the MiB in use: see peak_mib."""
+    """Reset the peak of the device's memory. Return the MiB in use: torch's tensors on a GPU, else the resident set."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 2**20
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets VmHWM to VmRSS
     return status_kib("VmRSS") / 1024
 
 
@@ -100,7 +100,7 @@ def time_rollouts(job: dict[str, Any], generate: Generate, warm_tokens: int | No
 
 
 class EngineFailed(Exception):
-    """Raised if an engine's process ended without an answer; the text has its last lines."""
+    """Raised if an engine's process ended without an answer; the text has the last lines of stderr."""
 
 
 def run(command: Sequence[str], environment: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:

@@ -49,7 +49,7 @@ SUPPORTED = {
 
 
 class _Reader(gguf.GGUFReader):
-    """GGUFReader on a plain view of the file: it takes 250,000 slices, which cost ten times as much of a memmap."""
+    """GGUFReader on a plain array. It takes 250,000 slices, and a slice of a memmap costs ten times as much."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
@@ -104,9 +104,9 @@ def convert(path: Path, directory: Path) -> str:
 def _config(file: GgufFile) -> dict[str, Any]:
     """Return the content of config.json."""
     # Chat models end a turn (eot), or a message with a tool call (eom), with tokens of their own.
-    ends = [file.get(SIZES["eos_token_id"])]
-    candidates = (file.find(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
-    ends += [token for token in candidates if token is not None and token not in ends]
+    end_ids = [file.get(SIZES["eos_token_id"])]
+    chat_ids = (file.find(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+    end_ids += [token for token in chat_ids if token is not None and token not in end_ids]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -114,7 +114,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "dtype": "float32",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **{name: file.get(key) for name, key in SIZES.items()},
-        **({"eos_token_id": ends} if len(ends) > 1 else {}),
+        **({"eos_token_id": end_ids} if len(end_ids) > 1 else {}),
     }
 
 

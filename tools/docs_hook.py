@@ -1,4 +1,4 @@
-"""Hook of mkdocs.yml: pages of the repository's root are in the site, and two pages and some tables are generated.
+"""Hook of mkdocs.yml: add pages of the repository's root to the site, and generate two pages and some tables.
 
 A link to a file outside of docs/ is replaced by the path, because the site does not contain the file. A link to a file
 that does not exist is an error.
@@ -20,7 +20,7 @@ from megatron_brorl.config.load import json_schema, keys
 from megatron_brorl.tracking import metric_docs
 
 ROOT = Path(__file__).resolve().parent.parent
-# The names in the site of pages that are not in docs/.
+# Pages that are not in docs/, and their names in the site.
 ROOT_PAGES = {
     "README.md": "index.md",
     "SECURITY.md": "security_policy.md",
@@ -99,9 +99,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     name = page.file.src_uri
     folder = ROOT if name in ROOT_PAGES.values() else (ROOT / "docs" / name).parent
 
-    def inside(match: re.Match[str]) -> str:
+    def replaced(match: re.Match[str]) -> str:
         words, target = match.groups()
-        if target is None or files.get_file_from_path(_joined(name, target)):
+        if target is None or files.get_file_from_path(_path_in_docs(name, target)):
             return match.group(0)
         path = (folder / target).resolve()
         if not path.exists():
@@ -112,10 +112,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return match.group(0).replace(f"]({target}", f"]({site_path}")
         return f"{words} (`{shown}`)" if path.name not in words else f"`{shown}`"
 
-    return LINK.sub(inside, markdown) + (foreign_keys() if name == "coming_from.md" else "")
+    return LINK.sub(replaced, markdown) + (foreign_keys() if name == "coming_from.md" else "")
 
 
-def _joined(page: str, target: str) -> str:
+def _path_in_docs(page: str, target: str) -> str:
     """Return a link's target relative to docs/, or "" if it is outside."""
     docs = ROOT / "docs"
     path = (docs / page).parent.joinpath(target).resolve()

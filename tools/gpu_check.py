@@ -39,13 +39,13 @@ ROOT = TOOLS.parent
 BASELINE = ROOT / "benchmarks" / "gpu_baseline.json"
 # Whether (value, baseline) is acceptable, by the last word of a metric's name
 TOLERANCE: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(("s", "ms", "products", "launches"), lambda value, before: value <= 1.1 * before),
-    **dict.fromkeys(("tokens/s", "GB/s", "times"), lambda value, before: 1.1 * value >= before),
-    "MiB": lambda value, before: value <= 1.02 * before,
-    "sha256": lambda value, before: value == before,
+    **dict.fromkeys(("s", "ms", "products", "launches"), lambda value, baseline: value <= 1.1 * baseline),
+    **dict.fromkeys(("tokens/s", "GB/s", "times"), lambda value, baseline: 1.1 * value >= baseline),
+    "MiB": lambda value, baseline: value <= 1.02 * baseline,
+    "sha256": lambda value, baseline: value == baseline,
 }
 PACKAGES = ("torch", "triton", "megatron-core", "transformers", "transformer-engine", "vllm", "tensorrt_llm")
-WHOLE = "the stage as a whole"
+WHOLE_STAGE = "the stage as a whole"
 Row = dict[str, Any]  # "what", "result" ("ok", "failed: ...", "missing: ...") and metrics
 
 
@@ -94,7 +94,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 
 
 def run_stages(limits: Mapping[str, float], job: dict[str, Any], out: TextIO, total: float) -> list[Row]:
-    """Run the stages, write every row as its stage ends, and return all rows.
+    """Run the stages, write the rows of each stage to `out` when it ends, and return all rows.
 
     limits: seconds of each stage. total: of all of them. job: fields of gpu_stages.Job.
     """
@@ -107,19 +107,20 @@ def run_stages(limits: Mapping[str, float], job: dict[str, Any], out: TextIO, to
         written = scratch / f"{stage}.jsonl"
         written.unlink(missing_ok=True)
         command = [sys.executable, str(TOOLS / "gpu_stages.py"), stage, str(scratch / "job.json"), str(written)]
-        results = [{"what": WHOLE, "result": f"failed: not started within {total:g} s"}]
+        results = [{"what": WHOLE_STAGE, "result": f"failed: not started within {total:g} s"}]
         if seconds_left > 0:
             results = launch(command, written, scratch / f"{stage}.log", seconds_left)
-        rows += (added := [{"stage": stage, **row} for row in results])
-        print(*map(json.dumps, added), sep="\n", file=out, flush=True)
-        print(*map(line, added), sep="\n", flush=True)
+        stage_rows = [{"stage": stage, **row} for row in results]
+        rows += stage_rows
+        print(*map(json.dumps, stage_rows), sep="\n", file=out, flush=True)
+        print(*map(line, stage_rows), sep="\n", flush=True)
     return rows
 
 
-def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[Row]:
-    """Return the rows that a command wrote to `rows`, and another one if it failed.
+def launch(command: Sequence[str], written: Path, log: Path, limit: float) -> list[Row]:
+    """Return the rows that a command wrote to the file `written`, and another one if the command failed.
 
-    Its output goes to `log`. After `limit` seconds it is killed with all processes that it started.
+    Its output goes to `log`. After `limit` seconds the command is killed with all processes that it started.
     """
     folders = [str(ROOT), str(TOOLS), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "HF_HUB_OFFLINE": "1"}
@@ -143,18 +144,17 @@ def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    # The last line may be cut off.
-    collected: list[Row] = []
-    for line in rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []:
-        with contextlib.suppress(ValueError):
-            collected.append(json.loads(line))
+    rows: list[Row] = []
+    for text in written.read_text(encoding="utf-8").splitlines() if written.is_file() else []:
+        with contextlib.suppress(ValueError):  # The last line may be cut off.
+            rows.append(json.loads(text))
     if timed_out:
-        collected.append({"what": WHOLE, "result": f"failed: killed after {limit:g} s; its output: {log}"})
+        rows.append({"what": WHOLE_STAGE, "result": f"failed: killed after {limit:g} s; its output: {log}"})
     elif process.returncode:
         lines = [x for x in log.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
         last_line = lines[-1].strip()[:300] if lines else "no output"
-        collected.append({"what": WHOLE, "result": f"failed: exit code {process.returncode}: {last_line}"})
-    return collected
+        rows.append({"what": WHOLE_STAGE, "result": f"failed: exit code {process.returncode}: {last_line}"})
+    return rows
 
 
 def machine() -> dict[str, str]:
@@ -176,7 +176,7 @@ def machine() -> dict[str, str]:
 
 
 def measured(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the metrics of successful rows that are compared with the baseline, as "row: metric"."""
+    """Return the metrics of successful rows that are compared with the baseline, by "row: metric"."""
     return {
         f"{row['what']}: {metric}": value
         for row in rows

@@ -67,42 +67,42 @@ def attempt(what: str, call: Callable[[], Row]) -> Row:
 
 CHECKED = 1024  # maximum number of tokens that are compared with float64
 TOKENS = {"cuda": 1 << 24, "cpu": 1 << 12}  # number of tokens for the ops over tokens
-LENGTH = 512  # tokens of a segment and rollouts of a group
+LENGTH = 512  # tokens of a segment of `gae`
 LOSS_ERROR = {"bf16": 2e-2, "fp32": 1e-5}  # relative error of the gradients, in the Euclidean norm
 ERROR = 1e-5  # relative error of the ops over tokens, in float32
 
 
-def loss(number: int, job: Job) -> Iterator[Row]:
-    """Compare the fused loss with float64 and with the time of three products. number: index in bench_ops.SHAPES."""
+def loss(index: int, job: Job) -> Iterator[Row]:
+    """Compare the fused loss with float64 and with the time of three products. index: position in bench_ops.SHAPES."""
     from bench_ops import SHAPES
 
-    for dtype in ("fp32",) if job.dry else ("bf16", "fp32"):
-        shape = (64, 32, 1031) if job.dry else SHAPES[number]  # tokens, hidden size, vocabulary
+    shape = (64, 32, 1031) if job.dry else SHAPES[index]  # tokens, hidden size, vocabulary
+    dtypes = ("fp32",) if job.dry else ("bf16", "fp32")
+    for dtype in dtypes:
         what = f"linear_ppo_loss {dtype}, V {shape[2]:,}"
         yield attempt(what, partial(_loss, what, dtype, shape, job))
 
 
 def _loss(what: str, dtype: str, shape: tuple[int, int, int], job: Job) -> Row:
-    """Compare the gradients of 1,024 tokens with the reference in float64, and measure all tokens."""
+    """Compare the gradients of CHECKED tokens with the reference in float64, and measure all tokens."""
     import torch
     from bench_ops import LIMITS, fused, make_inputs, measure
 
     from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
     from megatron_brorl.ops.reference.linear import linear_ppo_loss
 
-    (hidden, weight, *rest), _ = make_inputs(
-        dtype, (min(shape[0], CHECKED), *shape[1:]), clipped=None, device=job.device
-    )
+    checked_shape = (min(shape[0], CHECKED), *shape[1:])
+    (hidden, weight, *rest), _ = make_inputs(dtype, checked_shape, clipped=None, device=job.device)
     fused(hidden, weight, *rest)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     ids, old, rollout, advantages = rest
-    shares = torch.full_like(old, 1 / len(old)).double()
-    inputs = PolicyTokens(rollout.double(), advantages.double(), shares, old.double())
+    token_weights = torch.full_like(old, 1 / len(old)).double()
+    policy_tokens = PolicyTokens(rollout.double(), advantages.double(), token_weights, old.double())
     settings = PolicyLossSettings(eps_low=LIMITS[0], eps_high=LIMITS[1], is_cap=LIMITS[2])
-    linear_ppo_loss(exact[0], exact[1], ids, inputs, settings, temperature=1.0).loss.backward()
+    linear_ppo_loss(exact[0], exact[1], ids, policy_tokens, settings, temperature=1.0).loss.backward()
     pairs = zip((hidden.grad, weight.grad), (x.grad for x in exact), strict=True)
     error = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)  # type: ignore[union-attr, operator]
-    del hidden, weight, exact, inputs
+    del hidden, weight, exact, policy_tokens
 
     # The arguments of `measure`: implementation, dtype, shape, share of clipped tokens, device, threads, calls.
     products_row, fused_row = (
@@ -121,6 +121,7 @@ def tokens(job: Job) -> Iterator[Row]:
     from megatron_brorl.ops.backend import Backend
 
     table = torch.randn(4, TOKENS[job.device], generator=torch.Generator().manual_seed(0)).to(job.device)
+    table[3] = (table[3] > 0).float()  # the weights of value_loss
 
     def moments(ops: Backend, x: list[Any]) -> Any:
         moments_of_x = ops.moments(x[0])
@@ -135,23 +136,22 @@ def tokens(job: Job) -> Iterator[Row]:
 
     def value_loss(ops: Backend, x: list[Any]) -> Any:
         values = x[0].detach().requires_grad_()
-        ops.value_loss(values, x[1], x[2], x[3], clip=0.2).loss.backward()
+        ops.value_loss(values, old_values=x[1], returns=x[2], weights=x[3], clip=0.2).loss.backward()
         return values.grad
 
-    table[3] = (table[3] > 0).float()
     for op in (gae, moments, whiten, value_loss):
         yield attempt(op.__name__, partial(_token_op, op, table, job))
 
 
 def _token_op(op: Callable[..., Any], table: Any, job: Job) -> Row:
-    """Compare 1,024 tokens with the reference in float64, and measure all of them."""
+    """Compare CHECKED tokens with the reference in float64, and measure all tokens."""
     import torch
     from measure import timed
 
     from megatron_brorl.ops.backend import backend
 
     fused, reference = (backend(name, torch.device(job.device)) for name in ("fused", "reference"))
-    few = table[:, : 2 * LENGTH]
+    few = table[:, :CHECKED]
     expected = op(reference, list(few.double()))
     error = float((op(fused, list(few)).double() - expected).norm() / expected.norm())
     wrong = f"the error is {error:.2g}" if not error < ERROR else ""
@@ -173,7 +173,7 @@ class Sizes(NamedTuple):
     response: int  # tokens
 
 
-def _job(model: str, sizes: Sizes, job: Job, dtype: str = "bf16", steps: int = 2) -> tuple[dict[str, Any], Path]:
+def _step_job(model: str, sizes: Sizes, job: Job, dtype: str = "bf16", steps: int = 2) -> tuple[dict[str, Any], Path]:
     """Return a job of bench_step, and a new folder for its run. The model is written if no stage did it before."""
     import bench_step
     from bench_common import DTYPES, MODELS, write_model
@@ -182,23 +182,23 @@ def _job(model: str, sizes: Sizes, job: Job, dtype: str = "bf16", steps: int = 2
         model, sizes, dtype = "t4", Sizes(groups=2, n=16, prompt=8, response=16), "fp32"
     directory = Path(job.scratch, model)
     if not directory.exists():
-        part = Path(f"{directory}.part")  # Its stage may be killed.
-        write_model(model, part, DTYPES["fp32" if job.dry else "bf16"])
-        bench_step.write_tokenizer(MODELS[model]["vocab_size"], part)
-        part.rename(directory)
+        unfinished = Path(f"{directory}.part")  # remains if the stage is killed
+        write_model(model, unfinished, DTYPES["fp32" if job.dry else "bf16"])
+        bench_step.write_tokenizer(MODELS[model]["vocab_size"], unfinished)
+        unfinished.rename(directory)
     common = {"device": job.device, "threads": os.cpu_count(), "trl_micro_batch": 64, "tokens_per_micro_batch": 16384}
     args = argparse.Namespace(groups=sizes.groups, n=sizes.n, response=sizes.response, repeat=steps - 1, **common)
     return bench_step.make_job(args, directory, sizes.prompt, dtype), Path(tempfile.mkdtemp(dir=job.scratch))
 
 
-def _run(what: str, settings: dict[str, Any], folder: Path, *overrides: str) -> Row:
-    """Return the row of a run of bench_step with the times of its last step. Its updates must be finite."""
+def _run(what: str, step_job: dict[str, Any], folder: Path, *overrides: str) -> Row:
+    """Return the row of a run of bench_step, with the times of the last step. No update may be skipped."""
     from bench_step import ours
 
-    report = ours(settings, folder, *overrides)
+    report = ours(step_job, folder, *overrides)
     last = report["steps"][-1]
     gap = max(step["logprob_gap_mean"] for step in report["steps"])
-    wrong = "" if gap < GAP[settings["dtype"]] else f"log-probabilities of engine and trainer differ by {gap:.3g} nats"
+    wrong = "" if gap < GAP[step_job["dtype"]] else f"log-probabilities of engine and trainer differ by {gap:.3g} nats"
     if any(not step["updates"] or step["updates_skipped"] for step in report["steps"]):
         wrong = "an update was skipped, or there was none"
     phases = {f"{phase} s": last[phase] for phase in ("generate", "train", "weight_sync")}
@@ -208,7 +208,7 @@ def _run(what: str, settings: dict[str, Any], folder: Path, *overrides: str) -> 
 
 def step(what: str, model: str, sizes: Sizes, job: Job) -> Iterator[Row]:
     """Measure the second step of a run with the built-in engine and one update."""
-    yield _run(what, *_job(model, sizes, job))
+    yield _run(what, *_step_job(model, sizes, job))
 
 
 def remote_step(engine: str, package: str, size: int, job: Job) -> Iterator[Row]:
@@ -216,9 +216,11 @@ def remote_step(engine: str, package: str, size: int, job: Job) -> Iterator[Row]
     if not _has(python := job.pythons.get(engine, sys.executable), package):
         yield missing(engine, f"{python} has no {package}; --{engine}-python names another interpreter")
         return
-    changes = [f"rollout.engine={engine}", f"engine.python={python}", f"engine.cuda_graphs={str(not job.dry).lower()}"]
-    changes += ["--processes", str(size), "engine.tensor=2"] if size > 1 else []
-    yield _run(f"{engine}, {size} GPUs", *_job("1.5b", Sizes(groups=4, n=512, prompt=128, response=128), job), *changes)
+    overrides = [f"rollout.engine={engine}", f"engine.python={python}"]
+    overrides += [f"engine.cuda_graphs={str(not job.dry).lower()}"]
+    overrides += ["--processes", str(size), "engine.tensor=2"] if size > 1 else []
+    step_job, folder = _step_job("1.5b", Sizes(groups=4, n=512, prompt=128, response=128), job)
+    yield _run(f"{engine}, {size} GPUs", step_job, folder, *overrides)
 
 
 def _has(python: str, package: str) -> bool:
@@ -226,12 +228,12 @@ def _has(python: str, package: str) -> bool:
     return not subprocess.run([python, "-c", program], capture_output=True).returncode
 
 
-def of_all(stage: Callable[[int, Job], Iterator[Row]], job: Job) -> Iterator[Row]:
+def on_all_gpus(stage: Callable[[int, Job], Iterator[Row]], job: Job) -> Iterator[Row]:
     """Run a stage on all GPUs, at least two; in the dry mode on two processes."""
     import torch
 
     size = 2 if job.dry else torch.cuda.device_count()
-    yield from stage(size, job) if size > 1 else [missing("GPUs", "a second one")]
+    yield from (stage(size, job) if size > 1 else [missing("GPUs", "a second one")])
 
 
 def nccl(size: int, job: Job) -> Iterator[Row]:
@@ -248,7 +250,7 @@ def _all_reduce(size: int, job: Job, rank: int) -> float:
 
     torch.cuda.set_device(-1 if job.dry else rank)  # -1 does nothing
     dist.init_process_group(init_method=f"file://{job.scratch}/all_reduce", rank=rank, world_size=size)
-    x = torch.zeros(1 << (18 if job.dry else 28), device=job.device)
+    x = torch.zeros(1 << (18 if job.dry else 28), device=job.device)  # on a GPU 2^28 x 4 bytes = 1 GiB
     seconds = min(timed(lambda: dist.all_reduce(x), job.device)[0] for _ in range(6))
     return 2e-9 * (size - 1) / size * x.nbytes / seconds  # GB/s: a ring sends 2 (size - 1) / size of x per rank
 
@@ -257,22 +259,20 @@ def lost_rank(size: int, job: Job) -> Iterator[Row]:
     """Kill rank 1 and resume; stop rank 1, so that rank 0 fails and names it; resume to the end."""
     from bench_step import settings
 
-    changes = [
-        "train.checkpoint_every=1",
-        *(f"{key}.timeout_s={15 if job.dry else 60}" for key in ("parallel", "rollout")),
-    ]
-    run_settings = settings(*_job("135m", Sizes(groups=4, n=64, prompt=64, response=64), job, steps=6))
+    timeout_s = 15 if job.dry else 60
+    changes = ["train.checkpoint_every=1", f"parallel.timeout_s={timeout_s}", f"rollout.timeout_s={timeout_s}"]
+    run_settings = settings(*_step_job("135m", Sizes(groups=4, n=64, prompt=64, response=64), job, steps=6))
     command = [sys.executable, "-m", "megatron_brorl", "train", *run_settings, "--processes", str(size), *changes]
-    # Gloo's barrier names rank 1. On GPUs the report of stalls does.
+    # Gloo's barrier names rank 1. On GPUs the report of stalls does. A run without an expected error must succeed.
     stalled = "waited for rank 1" if job.dry else "rank 1 ("
     for sent, expected in ((signal.SIGKILL, "rank 1 was ended"), (signal.SIGSTOP, stalled), (signal.SIGCONT, "")):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-            output = next(line for line in run.stdout or () if "reward" in line)
+            output = next(line for line in run.stdout or () if "reward" in line)  # after the first step of the run
             ranks = {child.environ()["RANK"]: child for child in psutil.Process(run.pid).children()}
             ranks["1"].send_signal(sent)
             output += run.communicate()[0]
-        right = expected in output and (run.returncode == 0) == (not expected)
-        yield judged(f"rank 1 gets {sent.name}", "" if right else output[-300:])
+        is_expected = expected in output and (run.returncode == 0) == (not expected)
+        yield judged(f"rank 1 gets {sent.name}", "" if is_expected else output[-300:])
 
 
 def trl(job: Job) -> Iterator[Row]:
@@ -282,26 +282,26 @@ def trl(job: Job) -> Iterator[Row]:
     if not _has(python := job.pythons.get("trl", sys.executable), "trl"):
         yield missing("TRL", f"{python} has no trl; --trl-python names another interpreter")
         return
-    settings, folder = _job("135m", Sizes(groups=4, n=512, prompt=64, response=128), job)
-    ours = _run("step 135m", settings, folder)
+    step_job, folder = _step_job("135m", Sizes(groups=4, n=512, prompt=64, response=128), job)
+    ours = _run("step 135m", step_job, folder)
     yield ours
-    seconds = ask(python, "trainer_trl.py", settings, folder)["steps"][-1]["step"]
+    seconds = ask(python, "trainer_trl.py", step_job, folder)["steps"][-1]["step"]
     yield judged("TRL", wrong="", s=seconds, times=seconds / ours["s"])
 
 
 def resume(job: Job) -> Iterator[Row]:
     """Compare the weights of a run of four steps with those of one that stopped after two and was resumed."""
-    settings, folder = _job("135m", Sizes(groups=4, n=64, prompt=64, response=64), job, steps=4)
+    step_job, folder = _step_job("135m", Sizes(groups=4, n=64, prompt=64, response=64), job, steps=4)
 
-    def weights() -> str:
+    def weights_hash() -> str:
         return hashlib.sha256((folder / "run" / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
-    yield _run("four steps", settings, folder)
-    undisturbed = weights()
+    yield _run("four steps", step_job, folder)
+    undisturbed = weights_hash()
     shutil.rmtree(folder / "run")
-    yield _run("two steps", settings, folder, "train.steps=2")
-    row = _run("resume to four steps", settings, folder) | {"sha256": undisturbed}
-    if weights() != undisturbed:
+    yield _run("two steps", step_job, folder, "train.steps=2")
+    row = _run("resume to four steps", step_job, folder) | {"sha256": undisturbed}
+    if weights_hash() != undisturbed:
         row["result"] = "failed: the weights differ from those of the undisturbed run"
     yield row
 
@@ -310,7 +310,8 @@ def quickstart(job: Job) -> Iterator[Row]:
     """Measure the run of examples/smollm2/run.sh. MODEL names the converted model, as there."""
     from bench_common import train
 
-    example, model = ROOT / "examples" / "smollm2", Path(os.environ.get("MODEL", ROOT / "runs" / "smollm2-135m"))
+    example = ROOT / "examples" / "smollm2"
+    model = Path(os.environ.get("MODEL", ROOT / "runs" / "smollm2-135m"))
     if not model.exists():
         yield missing("quickstart", f"{model}; examples/smollm2/run.sh converts the model, and MODEL=DIR names it")
         return
@@ -340,12 +341,12 @@ def engine(name: str, prompt: int, response: int, job: Job) -> Iterator[Row]:
     from megatron_brorl.rollout.native.torch_engine import TorchEngine
     from megatron_brorl.types import Prompt
 
-    settings, _ = _job(name, Sizes(groups=4, n=512, prompt=prompt, response=response), job)
-    shape, n, dtype = read_shape(settings["model"]), settings["n"], DTYPES[settings["dtype"]]
+    step_job, _ = _step_job(name, Sizes(groups=4, n=512, prompt=prompt, response=response), job)
+    shape, n, dtype = read_shape(step_job["model"]), step_job["n"], DTYPES[step_job["dtype"]]
     device = torch.device(job.device)
     ops = backend("fused", device)
-    native = TorchEngine(shape, hf_shapes(shape), device, dtype, 4 * n, ops.sample_tokens, ops.decode)
-    native.update_weights(load_file(f"{settings['model']}/{WEIGHTS}").items(), version=0)
+    native = TorchEngine(shape, hf_shapes(shape), device, dtype, 4 * n, sample=ops.sample_tokens, ops=ops.decode)
+    native.update_weights(load_file(f"{step_job['model']}/{WEIGHTS}").items(), version=0)
     prompt_ids = prompts(shape.vocab, prompt, calls=8)
 
     def generate(keys: list[int], tokens: int) -> dict[int, list[Any]]:
@@ -360,7 +361,7 @@ def engine(name: str, prompt: int, response: int, job: Job) -> Iterator[Row]:
 
     first = generate([0, 1, 2, 3], tokens=16)
     begun = time.perf_counter()
-    count = sum(len(x) for group in generate([4, 5, 6, 7], settings["response"]).values() for x in group)
+    count = sum(len(x) for group in generate([4, 5, 6, 7], step_job["response"]).values() for x in group)
     yield judged(f"engine {name}", wrong="", **{"tokens/s": count / (time.perf_counter() - begun)})
 
     again = generate([5, 2, 6, 0], tokens=16)
@@ -376,8 +377,8 @@ def update(variant: str, te: bool, job: Job) -> Iterator[Row]:
         return
     from bench_update import measure
 
-    settings, _ = _job("1.5b", Sizes(groups=1, n=64, prompt=512, response=512), job)
-    row = measure(({**settings, "variant": variant, "without_te": not te},))
+    step_job, _ = _step_job("1.5b", Sizes(groups=1, n=64, prompt=512, response=512), job)
+    row = measure(({**step_job, "variant": variant, "without_te": not te},))
     yield judged(what, wrong="", s=row["seconds"], MiB=row["peak_mib"])
 
 
@@ -392,11 +393,11 @@ def profile(model: str, sizes: Sizes, dtype: str, overrides: Sequence[str], job:
 
     # The engine runs in a thread of its own.
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 if job.dry else 2]
-    profiler = torch.profiler.profile(activities=kinds, experimental_config=threads)
+    activities = [ProfilerActivity.CPU] if job.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    profiler = torch.profiler.profile(activities=activities, experimental_config=threads)
     seconds = []
 
-    class Second:
+    class ProfileSecondStep:
         def on_step(self, number: int, metrics: Any) -> None:
             if number == 0:
                 profiler.start()
@@ -404,8 +405,8 @@ def profile(model: str, sizes: Sizes, dtype: str, overrides: Sequence[str], job:
             if number == 1:
                 profiler.stop()
 
-    config, *changes = settings(*_job(model, sizes, job, dtype))
-    megatron_brorl.train(config, overrides=[*changes, *overrides], callbacks=[Second()])
+    config, *changes = settings(*_step_job(model, sizes, job, dtype))
+    megatron_brorl.train(config, overrides=[*changes, *overrides], callbacks=[ProfileSecondStep()])
     events = [x for x in profiler.key_averages() if not x.is_user_annotation]
     kernels = [(x.self_device_time_total / 1e3, x) for x in events if x.device_type != DeviceType.CPU]
     calls = [(x.self_cpu_time_total / 1e3, x) for x in events if x.device_type == DeviceType.CPU]
@@ -443,18 +444,18 @@ STAGES: dict[str, tuple[Callable[[Job], Iterator[Row]], float]] = {
     "trl": (trl, 150),
     "vllm": (partial(remote_step, "vllm", "vllm", 1), 180),
     "trtllm": (partial(remote_step, "trtllm", "tensorrt_llm", 1), 300),
-    "nccl": (partial(of_all, nccl), 60),
-    "lost_rank": (partial(of_all, lost_rank), 400),
-    "vllm_tp2": (partial(of_all, partial(remote_step, "vllm", "vllm")), 240),
-    "trtllm_tp2": (partial(of_all, partial(remote_step, "trtllm", "tensorrt_llm")), 400),
+    "nccl": (partial(on_all_gpus, nccl), 60),
+    "lost_rank": (partial(on_all_gpus, lost_rank), 400),
+    "vllm_tp2": (partial(on_all_gpus, partial(remote_step, "vllm", "vllm")), 240),
+    "trtllm_tp2": (partial(on_all_gpus, partial(remote_step, "trtllm", "tensorrt_llm")), 400),
 }
 
 
 def main() -> None:
     """Run one stage."""
-    stage, job_path, rows = sys.argv[1:]
+    stage, job_path, rows_path = sys.argv[1:]
     job = Job(**json.loads(Path(job_path).read_text(encoding="utf-8")))
-    with open(rows, "a", encoding="utf-8") as file:
+    with open(rows_path, "a", encoding="utf-8") as file:
         for row in STAGES[stage][0](job):
             print(json.dumps(row), file=file, flush=True)
 

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+from random_model import qwen2_config, write_random_model
 from tiny_tokenizer import train_sentencepiece
 
+from megatron_brorl.checkpoints.hugging_face import add_generation_files
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.chat import prompt_text
@@ -24,7 +26,7 @@ from megatron_brorl.data.sentencepiece import SETTINGS
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 
-# Letters stand for the roles.
+# The first letter of a role stands for it: "u:", "a:".
 CHAT = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}"
     "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -64,10 +66,6 @@ def make(
     vocab: maximum number of sentencepiece pieces. untied: do not tie the LM head to the embedding. texts: number of
     examples to train the tokenizer on. chat: write a chat template.
     """
-    from random_model import qwen2_config, write_random_model
-
-    from megatron_brorl.checkpoints.hugging_face import add_generation_files
-
     # Add all printable ASCII characters, so that the tokenizer has a piece for each of them.
     corpus_texts = chain(_corpus(config, texts), string.printable[:95])
     tokenizer = train_sentencepiece(corpus_texts, directory, vocab)

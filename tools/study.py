@@ -5,8 +5,8 @@ Usage: python tools/study.py DESIGN.toml DIRECTORY [--jobs J] [--plan | --page]
 A design compares arms: settings of one `brorl train` configuration, each run with the same seeds. It is hashed before
 the first run, and a directory takes the runs of one design only. The same command continues a study that was stopped.
 An arm can start from the model that another arm has trained. "{seed}" in a setting is the run's seed, so that each
-seed can have its own data. With a [tuning] table, every arm first tries each learning
-rate on seeds of its own, and keeps the one with the best mean height of the curve.
+seed can have its own data. With a [tuning] table, every arm first tries each learning rate on the seeds of this table,
+and keeps the rate whose curves have the largest mean height.
 
 DIRECTORY gets design.json, runs/, results.parquet, page.md and curves.png. tools/study_example.toml is an example;
 `pip install 'megatron-brorl[study]'` installs what this file imports.
@@ -189,8 +189,9 @@ class Study:
         self._make_all(run for arm in self.design.arms for run in self._tuning_runs(arm))
         # Shuffle the arms within each seed, so that slow changes of the machine do not favor one arm.
         order = random.Random(self.sha256)
-        arms = [(arm, s) for s in self.design.seeds for arm in order.sample(self.design.arms, len(self.design.arms))]
-        self._make_all(self.test_run(arm, seed) for arm, seed in arms)
+        arms = self.design.arms
+        shuffled = [(arm, seed) for seed in self.design.seeds for arm in order.sample(arms, len(arms))]
+        self._make_all(self.test_run(arm, seed) for arm, seed in shuffled)
 
     def _make_all(self, runs: Iterable[Run]) -> None:
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -225,7 +226,7 @@ class Study:
             points = self.points(run)
             height = mean_height(points.seconds.to_list(), points.pass_at_1.to_list()) if len(points) > 1 else -math.inf
             scores.setdefault(run.rate or 0.0, []).append(height)
-        best = max(scores, key=lambda rate: (sum(scores[rate]), -rate))
+        best = max(scores, key=lambda rate: (sum(scores[rate]), -rate))  # of equal ones the lowest rate
         if sum(scores[best]) == -math.inf:
             raise UserError(f"arm {arm.name}: all runs of tuning.rates diverged; declare lower rates")
         return best
@@ -237,8 +238,8 @@ class Study:
             return pd.DataFrame()
         recorded = read_run(folder)
         rows = checkpoints(recorded, evaluations(recorded))
-        passes = [{f"pass_at_{p['k']}": p["mean"] for p in row.pop("passes")} for row in rows]
-        return pd.DataFrame([row | row_passes for row, row_passes in zip(rows, passes, strict=True)])
+        pass_rates = [{f"pass_at_{p['k']}": p["mean"] for p in row.pop("passes")} for row in rows]
+        return pd.DataFrame([row | row_rates for row, row_rates in zip(rows, pass_rates, strict=True)])
 
     def table(self) -> pd.DataFrame:
         """Return the results of all finished runs, one row per run and evaluation."""
@@ -266,7 +267,7 @@ class Study:
         return [Run(arm.name, seed, rate, "tune") for seed in tuning.seeds for rate in tuning.rates]
 
     def _make(self, run: Run) -> None:
-        """Run `brorl train`, which continues from its own checkpoint after a stop."""
+        """Run `brorl train` unless the run is finished. A stopped run continues from its last checkpoint."""
         with self._locks[run.name]:
             if not self._done(run):
                 self._train(run)
@@ -316,7 +317,7 @@ def mean_height(x: Sequence[float], y: Sequence[float]) -> float:
 def differences(c: Comparison, table: pd.DataFrame) -> dict[int, float]:
     """Return after - before by seed. Both curves are evaluated up to the end of the shorter one.
 
-    For end_point = "reached", a curve that does not reach the target counts as if it reached it at that end.
+    For end_point = "reached", a curve that does not reach the target counts as reaching it at that end.
     """
     result = {}
     runs = table[table.phase == "test"].dropna(subset=[c.metric]).groupby(["arm", "seed"])
@@ -361,12 +362,12 @@ def infer(design: Design, table: pd.DataFrame) -> pd.DataFrame:
                 row["p"] = sign.pvalue if reached else test.pvalue
         rows.append(row)
     columns = ["claim", "pairs", "by seed", "difference", "low", "high", "p"]
-    table = pd.DataFrame(rows, columns=columns)
-    return table.assign(holm=multipletests(table.p, method="holm")[1] if rows else [])
+    inferred = pd.DataFrame(rows, columns=columns)
+    return inferred.assign(holm=multipletests(inferred.p, method="holm")[1] if rows else [])
 
 
 def write_page(study: Study) -> Path:
-    """Write results.parquet, curves.png and page.md; return the page's path."""
+    """Write results.parquet, curves.png and page.md; return the path of page.md."""
     design = study.design
     table = study.table()
     table.to_parquet(study.directory / "results.parquet")

@@ -13,14 +13,14 @@ from megatron_brorl.data.sentencepiece import MODEL, SETTINGS, SentencePieceToke
 from megatron_brorl.errors import UserError, shown
 
 _BYTE_FALLBACK_FROM = 512  # pieces; in a smaller vocabulary, 256 byte tokens would leave no room for others
-_LOG_ERRORS = 2
+_LOG_ERRORS = 2  # sentencepiece's level of messages: errors only
 
 
 def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) -> SentencePieceTokenizer:
     """Train a BPE model on texts, write it to a directory and load it.
 
     Training is deterministic. Digits are single tokens, and white space survives a round trip. The vocabulary is
-    smaller than asked for if the texts do not yield that many pieces. From 512 pieces on, unseen characters fall back
+    smaller than vocab_size if the texts do not yield that many pieces. From 512 pieces on, unseen characters fall back
     to bytes.
     """
     # All characters are required, because the trainer misses some, such as a line break at the end of a text.

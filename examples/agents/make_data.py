@@ -20,7 +20,8 @@ def game(low, high):
 
 def game_turns(row):
     """Yield a row for every turn of a player that guesses at random among the numbers that are still possible."""
-    possible = range(int(row["prompt"][:2]), int(row["prompt"][6:]) + 1)
+    low, high = map(int, row["prompt"].split(" to "))
+    possible = range(low, high + 1)
     messages = [{"role": "user", "content": row["prompt"]}]
     for _ in range(6):
         guess = str(RANDOM.choice(possible))
@@ -41,15 +42,15 @@ def reversal_turns(row):
     """Yield a row for the writer, one for its second try, and one for the checker."""
     right, prompt = row["answer"], row["prompt"]
     letters = right.split()
-    place = RANDOM.randrange(len(letters))
-    letters[place] = RANDOM.choice([letter for letter in LETTERS if letter != letters[place]])
+    position = RANDOM.randrange(len(letters))
+    letters[position] = RANDOM.choice([letter for letter in LETTERS if letter != letters[position]])
     wrong = " ".join(letters)
-    shown, verdict = RANDOM.choice(((right, "yes"), (wrong, "no")))
+    answer, verdict = RANDOM.choice(((right, "yes"), (wrong, "no")))
     writer = [{"role": "system", "content": "reverse"}, {"role": "user", "content": prompt}]
     retry = [{"role": "assistant", "content": wrong}, {"role": "user", "content": "no"}]
     yield {"prompt": writer, "answer": right}
     yield {"prompt": [*writer, *retry], "answer": right}
-    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt} = {shown}"}]
+    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt} = {answer}"}]
     yield {"prompt": checked, "answer": verdict}
 
 

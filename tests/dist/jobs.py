@@ -35,7 +35,7 @@ PROMPT_OF_ROW = [0] * 9 + [1] * 3 + [2] * 11 + [3]  # the prompt index of each o
 
 
 def rows(seed: int, count: int = 24) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return prompt and response of each row. Four prompts have 9, 3, 11 and 1 of 24 rows; row 0 has one token."""
+    """Return prompt and response of each row. Four prompts have 9, 3, 11 and 1 of 24 rows; response 0 is one token."""
     g = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (5, 9, 2, 6)]
     lengths = [1, *torch.randint(1, 20, (count - 1,), generator=g).tolist()]
@@ -151,6 +151,7 @@ def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options
     experience = Experience(prompts, responses, rollout_log_probs=zeros, old_log_probs=None, advantages=ones)
     update_policy(worker, experience, [list(range(24))], AlgoConfig(), OptimConfig(), temperature=1.0, first_update=0)
     tensors = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
+    # Tensors may share a storage. Those with one element are step counters.
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel() > 1}
     return worker.grid.pp_rank, sum(s.nbytes() for s in storages.values())
 

@@ -93,11 +93,12 @@ def ppo(
         own_rows = share(rollouts, worker.grid)
         experience, step_metrics = make_experience(own_rows, groups, advantages, models, algo, TEMPERATURE)
         batches = mini_batches(experience.slots, range(4), algo.mini_batches, of="siblings") * algo.epochs
+        first_update = len(batches) * step
         if critic:
-            step_metrics |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, first_update=4 * step)
-        step_metrics |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, first_update=4 * step)
-        places = [tuple(mask.nonzero().flatten().tolist()) for mask in experience.mask or ()]
-        metrics.append({**step_metrics, "trained": dict(zip(experience.ids, places, strict=True))})
+            step_metrics |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, first_update=first_update)
+        step_metrics |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, first_update=first_update)
+        positions = [tuple(mask.nonzero().flatten().tolist()) for mask in experience.mask or ()]
+        metrics.append({**step_metrics, "trained": dict(zip(experience.ids, positions, strict=True))})
     return metrics, streamed(worker), critic_weights(critic) if critic else {}
 
 

@@ -56,10 +56,10 @@ BASE = Config(
 )
 
 
-# 3 prompts x 32 over 2 or 4 replicas.
+# Replicas cannot have equally many of 3 prompts, so siblings span replicas.
 UNEVEN = {"rollout": {"prompts": 3}}
 VARIANTS = {
-    "whole": UNEVEN | {"algo": {"mini_batches": 2}},
+    "prompts": UNEVEN | {"algo": {"mini_batches": 2}},
     "siblings": UNEVEN | {"algo": {"mini_batches": 3, "mini_batch_of": "siblings", "epochs": 2}},
     "one": UNEVEN,
     "critic": UNEVEN
@@ -255,24 +255,25 @@ def draw(
 
     def sample(logits: Any, keys: Any, index: Any, position: Any, *settings: Any) -> tuple[Any, Any]:
         uniforms = philox.uniforms(keys, index, position)
-        places = zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)
-        arguments.update({p: (u, row) for p, u, row in zip(places, uniforms.tolist(), logits.clone(), strict=True)})
+        token_indices = zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)
+        arguments.update(zip(token_indices, zip(uniforms.tolist(), logits.clone(), strict=True), strict=True))
         return sampling.sample(logits, uniforms, *settings)
 
     shape = worker.shape
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample=sample)
     engine.update_weights(worker.hf_tensors(), version=0)
-    groups = [PromptGroup(fakes.prompts(1, first=i)[0], round=7, index=place) for place, i in enumerate(prompt_numbers)]
+    prompts = [fakes.prompts(1, first=number)[0] for number in prompt_numbers]
+    groups = [PromptGroup(prompt, round=7, index=i) for i, prompt in enumerate(prompts)]
     slots = deal(list(product(range(len(groups)), range(n))), loads=[0] * worker.grid.world_size)[worker.grid.rank]
-    step_requests, numbers = requests(slots, groups, begun={}, seed=1)
+    step_requests, group_numbers = requests(slots, groups, begun={}, seed=1)
     result = Watchdog(engine, timeout_s=300.0).generate(
         step_requests, Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=24, stop_ids=(2, 5, 7, 11))
     )
     samples = {}
-    for number, request, rollouts in zip(numbers, step_requests, result.rollouts, strict=True):
+    for group, request, rollouts in zip(group_numbers, step_requests, result.rollouts, strict=True):
         for r in rollouts:
-            uniforms, rows = zip(*(arguments[request.key, r.index, i] for i in range(len(r.token_ids))), strict=True)
-            samples[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), list(uniforms), torch.stack(rows))
+            uniforms, logits = zip(*(arguments[request.key, r.index, i] for i in range(len(r.token_ids))), strict=True)
+            samples[prompts[group].id, r.index] = Drawn(r.token_ids.tolist(), list(uniforms), torch.stack(logits))
     return samples
 
 

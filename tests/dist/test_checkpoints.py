@@ -238,11 +238,11 @@ def test_equal_states_are_equal_files(worlds, directory, tmp_path):
 def test_masters_are_the_values_of_the_file(worlds, tmp_path, size, parallel, family):
     """Masters are not rounded to bfloat16, also after a checkpoint before the first step."""
     tiny.make_model(tmp_path, family, tied=False)
-    names = tiny.weights(tmp_path).keys()
+    all_names = tiny.weights(tmp_path).keys()
     results = worlds(size).run("test_checkpoints:masters", str(tmp_path), parallel, str(tmp_path / "run"))
     for names_by_rank in zip(*results, strict=True):
         assert [wrong for wrong, _ in names_by_rank] == [set()] * size
-        assert set().union(*(compared for _, compared in names_by_rank)) == names
+        assert set().union(*(compared for _, compared in names_by_rank)) == all_names
 
 
 @pytest.mark.parametrize(("size", "parallel", "variant"), [(2, {}, "partial"), (2, TP, "reward_kl"), (4, PP, "critic")])
@@ -252,8 +252,8 @@ def test_background_checkpoints_have_the_state_at_their_start(worlds, directory,
     Neither way changes a metric of the run."""
     changes = VARIANTS[variant]
     results = worlds(size).run("test_checkpoints:both_ways", directory, parallel, changes, str(tmp_path))
-    whole = worlds(size).run("steps:run_steps", directory, parallel, changes, steps=4, faults={})
-    for (metrics, unfinished, busy), (expected, _, _) in zip(results, whole, strict=True):
+    without_saves = worlds(size).run("steps:run_steps", directory, parallel, changes, steps=4, faults={})
+    for (metrics, unfinished, busy), (expected, _, _) in zip(results, without_saves, strict=True):
         assert [repr(row) for row in metrics] == [repr(row) for row in expected]
         assert unfinished == [".step_00000002.writing"]
         assert busy

@@ -34,15 +34,15 @@ def gradients(
 ) -> tuple[dict[int, Tensor], dict[str, Tensor], float]:
     """Return logits [G, V] of this replica's rows, the gradient of the mean of -log p, and its norm.
 
-    The option first is the number of rows of the first replica. The last replica has the remaining rows, and replicas
-    between them have none. The option routes has the experts of every row, or None.
+    The option first_rows is the number of rows of the first replica. The last replica has the remaining rows, and
+    replicas between them have none. The option routes has the experts of every row, or None.
     """
-    first = options.pop("first", 12)
+    first_rows = options.pop("first_rows", 12)
     routes = options.pop("routes")
     worker = make_worker(directory, parallel, OptimConfig(clip_grad=0.0), **options)
     prompts, responses = rows(1)
     grid = worker.grid
-    ends = [0, *[first] * (grid.dp_size - 1), len(prompts)]
+    ends = [0, *[first_rows] * (grid.dp_size - 1), len(prompts)]
     own_rows = range(ends[grid.dp_rank], ends[grid.dp_rank + 1])
     logits: dict[int, Tensor] = {}
 
@@ -130,14 +130,14 @@ GRADIENTS = [
     (1, {}, REFERENCE | {"tokens": 60}, UNNORMALIZED, False),
     (1, {}, {**WHOLE, "tokens": 60, "recompute": True}, NORMALIZED, True),
     (1, {}, REFERENCE | {"recompute": True}, SHARED, False),
-    (2, EP, {"first": 7, "tokens": 60}, UNNORMALIZED, False),  # different numbers of micro-batches
-    (2, EP, {"first": 24, "overlap": True}, NORMALIZED, False),  # no rows on one rank
+    (2, EP, {"first_rows": 7, "tokens": 60}, UNNORMALIZED, False),  # different numbers of micro-batches
+    (2, EP, {"first_rows": 24, "overlap": True}, NORMALIZED, False),  # no rows on one rank
     (2, PP, {"tokens": 60}, NORMALIZED, True),
     (2, TP_EP, {}, SHARED, False),
     (2, TP_EP, REFERENCE | {"tokens": 60, "recompute": True}, SHARED, True),
     (2, CP | EP, WHOLE | {"tokens": 60}, NORMALIZED, True),
     (4, CP | EP, WHOLE, NORMALIZED, False),  # each expert on two ranks
-    (4, EP, {"first": 3, "tokens": 60}, NORMALIZED, False),  # no rows on two ranks
+    (4, EP, {"first_rows": 3, "tokens": 60}, NORMALIZED, False),  # no rows on two ranks
     (4, PP | EP, {"recompute": True}, SHARED, False),
     (4, TP_EP | PP, {}, NORMALIZED, False),
     (4, SEQUENCE | EP4 | CP, WHOLE, NORMALIZED, True),
@@ -164,11 +164,11 @@ def test_logits_and_gradients_equal_transformers(worlds, models, expected, size,
 
 def test_replay_removes_most_of_the_gap_to_an_engine_in_bfloat16(worlds, models):
     job = ("jobs:engine_gaps", models[NORMALIZED], {}, torch.bfloat16)
-    without, replayed = (worlds(1).run(*job, replay=replay)[0] for replay in (False, True))
-    share = (without > 0.2).float().mean()
+    own_experts, replayed = (worlds(1).run(*job, replay=replay)[0] for replay in (False, True))
+    share = (own_experts > 0.2).float().mean()
     assert share > 0.04
     assert (replayed > 0.2).float().mean() < share / 20
-    assert replayed.mean() < without.mean() / 2
+    assert replayed.mean() < own_experts.mean() / 2
 
 
 OVERLAPPED = {"distributed_optimizer": True, "overlap": True}
@@ -187,15 +187,16 @@ TRAINING = [
 
 @pytest.fixture(scope="module")
 def single(worlds, models):
-    """Return (options, result) of two updates in a single process with the ops in plain torch."""
+    """Return (selection of trained weights, result) of two updates in a single process with the ops in plain torch."""
     options = {"tokens": 100_000} | REFERENCE | WHOLE
     before = tiny.weights(models[NORMALIZED])
     results = []
-    for trained, fixed_names in (({}, "none"), (FROZEN, r"\.mlp\.gate\."), (LORA, r"(?<!q_proj|o_proj)\.weight$")):
-        result = worlds(1).run("jobs:train_steps", models[NORMALIZED], {}, options | trained)[0]
+    # Selections, and patterns of the names that they do not train. "$^" matches no name.
+    for selection, fixed in (({}, "$^"), (FROZEN, r"\.mlp\.gate\."), (LORA, r"(?<!q_proj|o_proj)\.weight$")):
+        (result,) = worlds(1).run("jobs:train_steps", models[NORMALIZED], {}, options | selection)
         unchanged = {name for name, x in result[1].items() if torch.equal(x, before[name])}
-        assert unchanged == set(filter(re.compile(fixed_names).search, before))
-        results.append((trained, result))
+        assert unchanged == set(filter(re.compile(fixed).search, before))
+        results.append((selection, result))
     return results
 
 

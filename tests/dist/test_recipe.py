@@ -22,7 +22,7 @@ from megatron_brorl.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 SMALL = {"rollout": {"prompts": 3, "n": 16}}
-DIVIDED = (4, {"tensor": 2, "pipeline": 2})
+DIVIDED = (4, {"tensor": 2, "pipeline": 2})  # ranks and layout
 
 
 class Judge(fakes.Pool):
@@ -114,7 +114,7 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
         assert unchanged
         assert len(metrics) == 3
         for row in metrics:
-            assert (row["updates"], row["updates_skipped"]) == (4, 0)
+            assert (row["updates"], row["updates_skipped"]) == (4, 0)  # 2 epochs of 2 mini-batches
             assert row["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
             assert row["ratio_max"] == pytest.approx(1.0, abs=1e-5)
             assert row["approx_kl"] == pytest.approx(0.0, abs=1e-9)
@@ -128,10 +128,10 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), DIVIDED])
 def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, size, parallel):
     changes = SMALL | {"algo": {"kl_coef": 0.1}, "reference": {"reset_every": 7}}  # no reset by itself
-    for record in worlds(size).run("test_recipe:reference_follows", directory, parallel, changes, str(tmp_path)):
+    for results in worlds(size).run("test_recipe:reference_follows", directory, parallel, changes, str(tmp_path)):
 
-        def flat(when, policy, record=record):
-            return torch.cat(record[when][policy])
+        def flat(when, policy, results=results):
+            return torch.cat(results[when][policy])
 
         # log_probs of the reference do not change the actor.
         for when in ("start", "moved", "restored", "reset"):
@@ -142,9 +142,9 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
         assert torch.equal(flat("restored", "actor"), flat("moved", "actor"))
         assert torch.equal(flat("restored", "reference"), flat("moved", "reference"))
         assert torch.equal(flat("reset", "reference"), flat("moved", "actor"))
-        assert record["stepped"]
+        assert results["stepped"]
         # The weights are equal before the first step, and reference_follows resets the reference before the third.
-        first, second, third = (row["reference_kl"] for row in record["metrics"])
+        first, second, third = (row["reference_kl"] for row in results["metrics"])
         assert (first, third) == pytest.approx((0, 0))
         assert second > 1e-8
 
@@ -164,7 +164,7 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
     rounds = 0
     prompts_taken = 0
     waiting = []
-    seen = set()
+    different_values = set()
     recent_prompts = 0.0
     recent_kept = 0.0
     for step in range(8):
@@ -178,9 +178,9 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
             position = SourcePosition(recent_prompts=recent_prompts, recent_kept=recent_kept)
             count = round_size(missing, position, RolloutConfig(**changes["rollout"]))
             pool += [(rounds, p) for p in fakes.prompts(count, first=prompts_taken)]
-            rounds = rounds + 1
-            prompts_taken = prompts_taken + count
-            sampled = sampled + count
+            rounds += 1
+            prompts_taken += count
+            sampled += count
             kept = [(stream, prompt) for stream, prompt in pool if 0 < sum(rewards_of(prompt, stream, n=3)) < 3]
             missing = 2 - len(kept)
             recent_prompts = 0.5 * prompts_before + sampled  # each step halves the weight of earlier ones
@@ -189,7 +189,7 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
                 break
         waiting = kept[2:]
         closed = [group for group in pool if group not in waiting]
-        seen |= {("rounds", rounds - rounds_before), ("waiting", len(waiting)), ("sampled", sampled)}
+        different_values |= {("rounds", rounds - rounds_before), ("waiting", len(waiting)), ("sampled", sampled)}
         for metrics, _, _ in results:
             row = metrics[step]
             assert row["prompts_sampled"] == sampled
@@ -199,7 +199,7 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
             assert row["rollouts"] == 3 * len(closed)
             assert row["updates"] == (1 if kept else 0)
             assert row["lr"] == pytest.approx(1e-3 * math.sqrt(3 * len(kept[:2]) / 24))
-    assert len(seen) >= 6  # more than one round, and a group that waited
+    assert len(different_values) >= 6  # The steps differ in rounds, waiting groups or sampled prompts.
 
 
 def test_cut_off_responses_without_loss(worlds, directory):
@@ -214,21 +214,20 @@ def test_cut_off_responses_without_loss(worlds, directory):
                 rows = responses(seed=3, prompt=prompt, n=16, tokens=12)
                 lengths += [len(row) for row in rows if row[-1] == fakes.STOP or not overlong_filter]
         assert metrics[0]["trained_tokens"] == sum(lengths)
-        assert metrics[0]["rollouts"] == 48
+        assert metrics[0]["rollouts"] == 3 * 16
 
 
 def test_shaping_reaches_the_advantages_and_not_the_selection(worlds, directory):
     shaping = {"overlong_tokens": 6, "cosine_coef": 1.0, "repetition_ngram": 1}
     ((plain, *_),) = worlds(1).run("steps:run_steps", directory, {}, SMALL, steps=1, faults={})
     ((shaped, *_),) = worlds(1).run("steps:run_steps", directory, {}, SMALL | {"shaping": shaping}, steps=1, faults={})
-    assert [shaped[0][k] for k in ("reward", "kept_share", "rollouts")] == [
-        plain[0][k] for k in ("reward", "kept_share", "rollouts")
-    ]
+    unshaped = ("reward", "kept_share", "rollouts")
+    assert [shaped[0][key] for key in unshaped] == [plain[0][key] for key in unshaped]
     total = 0.0  # the terms of ShapingConfig for at most 12 tokens
     for prompt in fakes.prompts(3):
         for row in responses(seed=3, prompt=prompt, n=16, tokens=12):
             t = len(row)
             total += right(row) * (1 + (math.cos(math.pi * t / 12) - 1) / 4) - max(0, t - 6) / 6
             total -= 0.001 * (t - len(set(row)))  # tokens that have occurred before
-    assert shaped[0]["shaped_reward"] == pytest.approx(total / 48, rel=1e-5)
+    assert shaped[0]["shaped_reward"] == pytest.approx(total / (3 * 16), rel=1e-5)
     assert shaped[0]["grad_norm"] != plain[0]["grad_norm"]

@@ -39,7 +39,7 @@ def single(worlds, directory):
     [
         *((2, {}, variant) for variant in VARIANTS),
         (2, TP, "critic"),
-        (2, PP, "whole"),
+        (2, PP, "prompts"),
         (4, {}, "siblings"),
         (4, TP, "partial"),
         (4, PP, "reward_kl"),
@@ -54,23 +54,24 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     assert expected[0][0]["lost_share"] == 4 / 96  # of LOST, p/4 belongs to the second step
     key = "theory_exact/unsampled_mass"
     masses = [metrics[key] for metrics in expected[0] if key in metrics]
-    assert masses  # not in a step without a complete group
+    assert masses  # A step without a complete group has none.
     assert all(0 < mass < 1 for mass in masses)
     assert sum(metrics["updates"] for metrics in expected[0]) >= steps - 1
     requested = [slot for result in results for slot in slots_of(result)]
     assert len(requested) == len(set(requested))
-    first = {(prompt, sibling) for step, prompt, sibling in requested if step == 0}
-    assert first == set(product(("p/0", "p/1", "p/2"), range(32)))
-    sizes = [sum(len(siblings) for step, _, siblings in calls if step == 0) for _, _, calls in results]
-    assert sizes == [96 // size] * size
+    first_step = {(prompt, sibling) for step, prompt, sibling in requested if step == 0}
+    assert first_step == set(product(("p/0", "p/1", "p/2"), range(32)))
+    rows_of_rank = [sum(len(siblings) for step, _, siblings in calls if step == 0) for _, _, calls in results]
+    assert rows_of_rank == [3 * 32 // size] * size
+    # The siblings of a prompt are on several ranks.
     prompts_of_rank = [{prompt for _, prompt, _ in calls} for _, _, calls in results]
-    assert any(sum(prompt in prompts for prompts in prompts_of_rank) > 1 for prompt, _ in first)  # on several ranks
+    assert any(sum(prompt in prompts for prompts in prompts_of_rank) > 1 for prompt, _ in first_step)
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, PP), (4, TP)])
 def test_a_rank_that_loses_all_rollouts_blocks_no_other_rank(worlds, directory, size, parallel):
     """The rank loses the last siblings of the first step; all ranks train on the survivors of the others."""
-    changes = VARIANTS["whole"]
+    changes = VARIANTS["prompts"]
     lost = {(f"p/{i}", s) for i, s in product(range(3), range(32 - 32 // size, 32))}
     faults = {"rank": size - 1, "lose": {(f"p/{i}", s) for i, s in product(range(3), range(32))}}
     results = worlds(size).run("steps:run_steps", directory, parallel, changes, steps=2, faults=faults)
@@ -84,7 +85,7 @@ def slots_of(result):
     return [(step, prompt, sibling) for step, prompt, siblings in result[2] for sibling in siblings]
 
 
-@pytest.mark.parametrize(("size", "variant", "slow_rank"), [(2, "partial", 1), (4, "whole", 2)])
+@pytest.mark.parametrize(("size", "variant", "slow_rank"), [(2, "partial", 1), (4, "prompts", 2)])
 def test_work_stealing_changes_no_result(worlds, directory, single, size, variant, slow_rank):
     """slow_rank takes rows only once; the others sample the rest of its share, four rows at a time."""
     steps = STEPS.get(variant, 2)
@@ -103,7 +104,7 @@ def test_work_stealing_changes_no_result(worlds, directory, single, size, varian
 
 
 def test_partial_rollouts_are_carried(single):
-    """Compare with the random streams. Step t continues a rollout of n tokens that began in step s if n > 4 (t - s)."""
+    """Compare with the random streams: n tokens that begin in step s continue in step t > s if n > 4 (t - s)."""
     metrics, _, calls = single("partial", LOST)
     groups = [
         (step, prompt.id, responses(seed=3, prompt=prompt, n=32, tokens=12, stream=step))
@@ -119,24 +120,23 @@ def test_partial_rollouts_are_carried(single):
         requested = {(name, i) for (s, name, i), n in lengths.items() if s <= now and n > 4 * (now - s)}
         requested |= {(name, i) for name, i in LOST if name in new_prompts}
         assert {(name, i) for step, name, siblings in calls if step == now for i in siblings} == requested
-        waiting = {(s, name) for s, name, i in lengths if s <= now and lengths[s, name, i] > 4 * (now - s + 1)}
+        carried = {(s, name, i) for (s, name, i), n in lengths.items() if s <= now and n > 4 * (now - s + 1)}
+        waiting = {(s, name) for s, name, _ in carried}
         closing = (open_before | {(now, name) for name in new_prompts}) - waiting
         trained = [key for key in lengths if key[:2] in closing]
         assert metrics[now]["rollouts"] == len(trained)
-        assert metrics[now]["carried_rollouts"] == sum(
-            1 for (s, _, _), n in lengths.items() if s <= now and n > 4 * (now - s + 1)
-        )
+        assert metrics[now]["carried_rollouts"] == len(carried)
         if trained:
             assert metrics[now]["response_tokens"] == pytest.approx(sum(lengths[k] for k in trained) / len(trained))
             # Two updates per training step; the tokens of a rollout over three steps are 2, 1 and 0 steps old.
-            trains = [float(metrics[step]["trained_tokens"] > 0) for step in range(now)]
-            behind = [
-                2 * sum(trains[s + position // 4 :])
+            has_updates = [metrics[step]["trained_tokens"] > 0 for step in range(now)]
+            staleness = [
+                2 * sum(has_updates[s + position // 4 :])
                 for s, name, i in trained
                 for position in range(lengths[s, name, i])
             ]
-            assert metrics[now]["staleness_mean"] == pytest.approx(sum(behind) / len(behind))
-            assert metrics[now]["staleness_max"] == max(behind)
+            assert metrics[now]["staleness_mean"] == pytest.approx(sum(staleness) / len(staleness))
+            assert metrics[now]["staleness_max"] == max(staleness)
     assert metrics[0]["rollouts"] == 0
     # No group closes before the third step, so there is no update and no token is older than the weights.
     assert [row["updates"] for row in metrics] == [0, 0, 2, 2, 2]
@@ -196,45 +196,42 @@ def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single)
 
 def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
     """The random numbers are the same. If a token differs, its number is at a boundary between two tokens."""
-    numbers = [0, 1]
+    prompt_numbers = [0, 1]
     n = 128
-    (whole,) = worlds(1).run("steps:draw", directory, {}, numbers, n, max_rows=4096)
-    assert set(whole) == set(product((f"p/{i}" for i in numbers), range(n)))
-    others = [("alone", [worlds(1).run("steps:draw", directory, {}, [i], n, max_rows=300)[0] for i in numbers])]
-    others += [
-        (str(layout), worlds(2).run("steps:draw", directory, layout, numbers, n, max_rows=4096))
-        for layout in ({}, {"tensor": 2})
-    ]
-    for name, parts in others:
-        rollouts = {place: rollout for part in parts for place, rollout in part.items()}
-        assert sum(map(len, parts)) == len(rollouts)
-        assert rollouts.keys() == whole.keys()
-        differing = [place for place in whole if whole[place].tokens != rollouts[place].tokens]
+    (together,) = worlds(1).run("steps:draw", directory, {}, prompt_numbers, n, max_rows=4096)
+    assert set(together) == set(product((f"p/{i}" for i in prompt_numbers), range(n)))
+    divided = {"alone": [worlds(1).run("steps:draw", directory, {}, [i], n, max_rows=300)[0] for i in prompt_numbers]}
+    for layout in ({}, {"tensor": 2}):
+        divided[str(layout)] = worlds(2).run("steps:draw", directory, layout, prompt_numbers, n, max_rows=4096)
+    for name, shares in divided.items():
+        rollouts = {slot: rollout for share in shares for slot, rollout in share.items()}
+        assert sum(map(len, shares)) == len(rollouts)
+        assert rollouts.keys() == together.keys()
+        differing = [slot for slot in together if together[slot].tokens != rollouts[slot].tokens]
         assert len(differing) <= 1, name
-        for place, a in whole.items():
-            b = rollouts[place]
+        for slot, a in together.items():
+            b = rollouts[slot]
             common = min(len(a.tokens), len(b.tokens))
             assert a.uniforms[:common] == b.uniforms[:common]
-        for place in differing:
-            a = whole[place]
-            b = rollouts[place]
-            first = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
-            gap = (a.logits[first] - b.logits[first]).abs().max().item()
-            cdf = a.logits[first].double().softmax(-1).cumsum(-1)
-            boundary = cdf[min(a.tokens[first], b.tokens[first])].item()
+        for slot in differing:
+            a = together[slot]
+            b = rollouts[slot]
+            i = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
+            gap = (a.logits[i] - b.logits[i]).abs().max().item()
+            cdf = a.logits[i].double().softmax(-1).cumsum(-1)
+            boundary = cdf[min(a.tokens[i], b.tokens[i])].item()
             assert gap <= 1e-4
-            assert abs(a.uniforms[first] - boundary) <= 1e-5
+            assert abs(a.uniforms[i] - boundary) <= 1e-5
 
 
 def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path):
     """Each rank writes its own rollouts to the log; the files together do not depend on the number of ranks."""
     changes = {"rollout": {"n": 16}, "run": {"seed": 3, "record_groups": 2}}
-    (whole,) = worlds(1).run("steps:recorded", directory, {}, changes, str(tmp_path / "one"))
-    parts = worlds(2).run("steps:recorded", directory, TP, changes, str(tmp_path / "two"))
-    assert len(whole) == 3
-    assert [len(names) for names in parts] == [3, 3]
     one = tmp_path / "one"
     two = tmp_path / "two"
+    files_of_one = worlds(1).run("steps:recorded", directory, {}, changes, str(one))
+    files_of_two = worlds(2).run("steps:recorded", directory, TP, changes, str(two))
+    assert [len(names) for names in files_of_one + files_of_two] == [3, 3, 3]  # of two steps and an evaluation
     assert entries(one) == entries(two)
     for moment in entries(one):
         for read in (read_groups, read_rollouts):

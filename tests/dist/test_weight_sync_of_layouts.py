@@ -82,7 +82,7 @@ FAULTS = {"flip": _flip, "stop": _stop, "die": _die}
 
 
 def _worker_and_engine(directory: str, parallel: dict[str, Any]) -> tuple[Worker, Engine]:
-    """Use several buckets per stage for a model of a few kilobytes."""
+    """Return a worker whose few kilobytes of weights are sent in several buckets per stage, and its engine."""
     worker = make_worker(directory, parallel)
     table = [entry for bucket in worker.buckets for entry in bucket]
     worker.buckets = make_buckets(table, item_bytes=4, limit=30_000, expert_ranks=worker.grid.ep_size)
@@ -256,10 +256,10 @@ def test_a_rank_that_dies_in_an_update_leaves_the_other_engines_unchanged(weight
     finally:
         world.close()
     assert len(answers) == 3
-    for ok, (message, untouched) in answers:
+    for ok, (message, unchanged) in answers:
         assert ok
         assert "weight update: failed after" in message
-        assert untouched
+        assert unchanged
 
 
 def test_different_copies_of_the_weights_are_refused(worlds, weights):

@@ -39,7 +39,7 @@ class World:
                 # Rank 0 has the store through which the ranks find each other. It takes over the socket, which
                 # keeps the port reserved until then.
                 arguments = (rank, environment, listener if rank == 0 else None, child_end)
-                process = CONTEXT.Process(target=_serve, args=arguments)  # no daemon: it may start savers
+                process = CONTEXT.Process(target=_serve, args=arguments)  # not a daemon, which may start no savers
                 process.start()
                 self.pipes.append(parent_end)
                 self.processes.append(process)

@@ -64,10 +64,10 @@ def make_model(tied: bool) -> LlamaForCausalLM:
 def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch="llama", added=(), **settings) -> Path:
     """Write a GGUF file. added: user-defined tokens, which come last. settings: values by method of the writer."""
     writer = gguf.GGUFWriter(path, arch)
-    sizes = "vocab_size 288 context_length 64 embedding_length 32 block_count 2 feed_forward_length 64 head_count 4"
-    words = f"{sizes} head_count_kv 2 rope_dimension_count 8".split()
-    for name, size in zip(words[::2], words[1::2], strict=True):
-        getattr(writer, f"add_{name}")(int(size))
+    sizes = {"vocab_size": 288, "context_length": 64, "embedding_length": 32, "block_count": 2}
+    sizes |= {"feed_forward_length": 64, "head_count": 4, "head_count_kv": 2, "rope_dimension_count": 8}
+    for name, size in sizes.items():
+        getattr(writer, f"add_{name}")(size)
     writer.add_layer_norm_rms_eps(1e-3)
     writer.add_rope_freq_base(500.0)
     writer.add_tokenizer_model("gpt2")
@@ -134,8 +134,8 @@ def test_user_defined_tokens_bos_and_the_ends_of_turns_are_kept(tmp_path, settin
     assert brorl_tokenizer.encode_prompt("a") == [*bos, a]
     assert brorl_tokenizer.encode("<think>") == [285]
     assert list(stop_ids(tmp_path / "out", brorl_tokenizer)) == stops
-    resolved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
-    assert sorted([resolved] if isinstance(resolved, int) else resolved) == stops
+    eos = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
+    assert sorted([eos] if isinstance(eos, int) else eos) == stops
 
 
 def test_unsupported_models_are_refused(tmp_path):

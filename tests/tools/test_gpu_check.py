@@ -34,17 +34,17 @@ def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch):
     job = {"device": "cpu", "scratch": str(tmp_path), "pythons": {}}
     limits = dict.fromkeys(programs, 2.0)
     rows = gpu_check.run_stages(limits, job, (tmp_path / "out.jsonl").open("a"), total=60.0)
-    results = {row["stage"]: row["result"] for row in rows if row["what"] == gpu_check.WHOLE}
+    results = {row["stage"]: row["result"] for row in rows if row["what"] == gpu_check.WHOLE_STAGE}
     assert results["raises"] == "failed: exit code 1: ValueError: a planted fault"
     assert results["hangs"].startswith("failed: killed after 2 s")
     assert results["dies"].startswith("failed: exit code -6")
     assert next(row["result"] for row in rows if row["stage"] == "raises") == "ok"  # An earlier row is kept.
     assert rows[-1] == {"stage": "fine", "what": "b", "result": "ok", "speed": 12345.6}
 
-    # The file has the rows too. The child of the stage that hung is dead, or a zombie.
+    # The file has the rows too. The child of the stage that hung, whose log has its id, is dead or a zombie.
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
-    state = Path("/proc", (tmp_path / "hangs.log").read_text().strip(), "stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    stat = Path("/proc", (tmp_path / "hangs.log").read_text().strip(), "stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
     (late,) = gpu_check.run_stages({"fine": 2.0}, job, (tmp_path / "out.jsonl").open("a"), total=0.0)
     assert late["result"].startswith("failed: not started")
@@ -56,7 +56,7 @@ def test_other_weights_of_a_resumed_run_fail(tmp_path, monkeypatch):
         (tmp_path / "run" / "model" / "model.safetensors").write_text(what)
         return gpu_stages.judged(what, wrong="", s=1.0)
 
-    monkeypatch.setattr(gpu_stages, "_job", lambda *_, **__: ({}, tmp_path))
+    monkeypatch.setattr(gpu_stages, "_step_job", lambda *_, **__: ({}, tmp_path))
     monkeypatch.setattr(gpu_stages, "_run", run)
     results = [row["result"] for row in gpu_stages.resume(gpu_stages.Job("cpu", scratch=str(tmp_path), pythons={}))]
     assert results == ["ok", "ok", "failed: the weights differ from those of the undisturbed run"]

@@ -1,4 +1,4 @@
-"""A random model loads in transformers, with its weights at the deviations of an initialisation."""
+"""A random model loads in transformers, and its weights have the standard deviations of write_random_model."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_curves_are_compared_up_to_the_end_of_the_shorter_one():
     results = table({("few", 1): ([0, 10], [0.0, 0.5]), ("many", 1): ([0, 5, 20], [0.0, 0.4, 0.7])})
     comparison = study.Comparison(**COMPARISON)
     assert study.differences(comparison, results) == {1: pytest.approx(0.4 + 0.3 / 3 - 0.5)}  # interpolated at 10 s
-    # Areas over 10 s: 0.25 for few; 5 x 0.2 + 5 x 0.45 = 3.25 for many.
+    # Mean heights over 10 s: 0.25 for few, and (5 x 0.2 + 5 x 0.45) / 10 = 0.325 for many.
     mean = study.Comparison(**COMPARISON, end_point="mean", over="rollouts")
     assert study.differences(mean, results) == {1: pytest.approx(0.325 - 0.25)}
 
@@ -73,7 +73,7 @@ def test_times_until_a_target_are_censored_and_compared_by_sign():
     two_seeds = study.Comparison(**COMPARISON, end_point="reached", seeds=(0, 2))
     assert study.differences(two_seeds, table(curves)) == {0: -5, 2: 0}
 
-    # Nine of ten pairs are later: p = 2 * (1 + 10) / 2**10. The median's interval is from the 2nd to the 9th value.
+    # Differences: -9, ..., -1 and 50, so p = 2 * (1 + 10) / 2**10. The median's interval is the 2nd to the 9th value.
     curves = {("few", seed): ([0, 100], [0, 1]) for seed in range(10)}
     curves |= {("many", seed): ([0, 100 - seed, 100] if seed else [0, 100, 200], [0, 1, 1]) for seed in range(10)}
     curves[("few", 0)] = ([0, 50, 100], [0, 1, 1])

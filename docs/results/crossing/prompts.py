@@ -20,8 +20,9 @@ import pandas as pd
 
 SOLVED = {(52, 7), (84, 9), (31, 6), (75, 8)}  # the lines of data.template in ../plateau/products.toml
 CANDIDATES = 96
-RARE = (0.001, 0.005), [100, 101, *range(12)]  # success rates, and the seeds of the study that train on such a prompt
-COMMON = (0.01, 0.03), [*range(12, 18)]
+# Lowest and highest success rate, and the seeds of the study that train on such a prompt.
+RARE = ((0.001, 0.005), [100, 101, *range(12)])
+COMMON = ((0.01, 0.03), [*range(12, 18)])
 
 
 def write(path: Path, products: Iterable[tuple[int, int]]) -> None:
@@ -45,19 +46,19 @@ def main(directory: Path, evaluation: str = "", samples: str = "") -> None:
     if not evaluation:
         write(directory / "all.jsonl", [(a, b) for a in range(10, 100) for b in range(2, 10) if (a, b) not in SOLVED])
         return
-    rates = pd.read_json(evaluation, lines=True)
+    results = pd.read_json(evaluation, lines=True)  # `right`: number of right samples of a prompt
     if not samples:
-        rare = rates[rates.right <= 2].id.to_list()
+        rare = results[results.right <= 2].id.to_list()
         random.Random(0).shuffle(rare)
         write(directory / "candidates.jsonl", map(numbers, rare[:CANDIDATES]))
         return
     for (low, high), seeds in (RARE, COMMON):
-        chosen = rates[rates.right.between(low * int(samples), high * int(samples))].id
-        if len(chosen) < len(seeds):
+        suitable = results[results.right.between(low * int(samples), high * int(samples))].id
+        if len(suitable) < len(seeds):
             sys.exit(
-                f"prompts.py: {len(chosen)} candidates are right in {low:.1%} to {high:.1%}, {len(seeds)} are needed"
+                f"prompts.py: {len(suitable)} candidates are right in {low:.1%} to {high:.1%}, {len(seeds)} are needed"
             )
-        for seed, row_id in zip(seeds, chosen, strict=False):
+        for seed, row_id in zip(seeds, suitable, strict=False):
             write(directory / f"{seed}.jsonl", [numbers(row_id)])
             write(directory / f"{seed}_near.jsonl", neighbours(*numbers(row_id)))
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pandas as pd
 
 SOLVED = {(52, 7), (84, 9), (31, 6), (75, 8)}  # the lines of data.template in products.toml
-HELD_OUT = 200
+HELD_OUT = 200  # rows
+TRAIN = 512
 HARD = 8
 
 
@@ -28,13 +29,13 @@ def write(path: Path, products: Iterable[str]) -> None:
 
 def main(directory: Path, evaluation: str = "") -> None:
     if evaluation:
-        rates = pd.read_json(evaluation, lines=True).query("right > 0").sort_values(["right", "id"])
-        write(directory / "hard.jsonl", rates.id.head(HARD))
+        solved_once = pd.read_json(evaluation, lines=True).query("right > 0").sort_values(["right", "id"])
+        write(directory / "hard.jsonl", solved_once.id.head(HARD))
         return
     products = [f"{a} * {b}" for a in range(10, 100) for b in range(2, 10) if (a, b) not in SOLVED]
     random.Random(0).shuffle(products)
     write(directory / "held_out.jsonl", products[:HELD_OUT])
-    write(directory / "train.jsonl", products[HELD_OUT : HELD_OUT + 512])
+    write(directory / "train.jsonl", products[HELD_OUT : HELD_OUT + TRAIN])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ COLORS = {"n16": "C0", "n512": "C1", "n16-maxrl": "C2", "n512-maxrl": "C3"}
 
 def gains(table: pd.DataFrame) -> pd.DataFrame:
     """Return the final minus the first value of each run, with the mean and 95% interval over the runs of an arm."""
-    metrics = [name for name in ("pass_at_1", "pass_at_8", "pass_at_64") if table.get(name) is not None]
+    metrics = [name for name in ("pass_at_1", "pass_at_8", "pass_at_64") if name in table]
     ends = table.sort_values("steps").groupby(["arm", "seed"])[metrics].agg(["first", "last"])
     rows = []
     for metric in metrics:
@@ -32,7 +32,7 @@ def gains(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def means(run: Path) -> dict[str, float]:
-    """Return means over the steps of a run."""
+    """Return means over the steps of a run, and its rollouts per second."""
     steps = pd.json_normalize([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
     estimated = steps["theory_estimate/sampled"].dropna()
     return {
@@ -46,29 +46,30 @@ def means(run: Path) -> dict[str, float]:
 
 def pass_at_64(study: Path) -> dict[str, float]:
     """Return pass@64 of the evaluated models."""
-    found = sorted((study.parent / "pass64").glob("*/evaluation.json"))
-    return {path.parent.name: json.loads(path.read_text())["pass_at_k"]["64"] for path in found}
+    evaluations = sorted((study.parent / "pass64").glob("*/evaluation.json"))
+    return {path.parent.name: json.loads(path.read_text())["pass_at_k"]["64"] for path in evaluations}
 
 
-def curves(axes: Axes, table: pd.DataFrame, x: str, begin: float = 0) -> None:
-    """Draw pass@1 of each run as a thin line and the mean of each arm, over the steps of all runs, as a thick one."""
+def curves(axes: Axes, table: pd.DataFrame, x: str, offset: float = 0) -> None:
+    """Draw pass@1 of each run over column `x` as a thin line, and the mean of each arm as a thick one."""
     for arm, runs in table.groupby("arm"):
         for _, run in runs.groupby("seed"):
-            axes.plot(begin + run[x], run.pass_at_1, color=COLORS[arm], alpha=0.35, linewidth=0.8)
-        at = runs.groupby("steps")
-        mean = at[[x, "pass_at_1"]].mean()[at.seed.nunique() == runs.seed.nunique()]
-        axes.plot(begin + mean[x], mean.pass_at_1, color=COLORS[arm], linewidth=2, label=arm)
+            axes.plot(offset + run[x], run.pass_at_1, color=COLORS[arm], alpha=0.35, linewidth=0.8)
+        # Only the steps that all runs of the arm have reached count.
+        by_step = runs.groupby("steps")
+        mean = by_step[[x, "pass_at_1"]].mean()[by_step.seed.nunique() == runs.seed.nunique()]
+        axes.plot(offset + mean[x], mean.pass_at_1, color=COLORS[arm], linewidth=2, label=arm)
     axes.set_xlabel("seconds of training steps" if x == "seconds" else x)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(axis="y", alpha=0.3)
 
 
-def draw(plateau: pd.DataFrame, second: pd.DataFrame, hard: pd.DataFrame) -> Figure:
+def draw(plateau: pd.DataFrame, continued: pd.DataFrame, hard: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(13, 4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     left.plot(plateau.rollouts, plateau.pass_at_1, color="black", linewidth=2, label="n16, plateau")
-    curves(left, second, "rollouts", plateau.rollouts.iloc[-1])
-    curves(middle, second, "seconds")
+    curves(left, continued, "rollouts", offset=plateau.rollouts.iloc[-1])
+    curves(middle, continued, "seconds")
     curves(right, hard, "seconds")
     left.set_title("plateau, then N = 16 or N = 512")
     middle.set_title("from the plateau, equal seconds")

@@ -17,14 +17,14 @@ from megatron_brorl import Engine
 from megatron_brorl.config.load import load
 from megatron_brorl.rewards.group import majority
 
-SHARE = 0.375  # reward.majority_share: below it, a group has no label
+SHARE = 0.375  # reward.majority_share: a group whose most frequent answer has a smaller share has no label
 
 
 def vote(answers: list[str], reference: str) -> dict[str, bool]:
     """Return whether the most frequent answer is right, and whether it has the share that a label needs."""
-    scores = majority(answers, "exact")
-    label = answers[scores.index(1.0)]
-    return {"right": label == reference, "label": sum(scores) >= SHARE * len(answers)}
+    scores = majority(answers, "exact")  # 1.0 for each answer that equals the most frequent one, else 0.0
+    voted = answers[scores.index(1.0)]
+    return {"right": voted == reference, "has_label": sum(scores) >= SHARE * len(answers)}
 
 
 def main(model: str, held_out: str) -> None:
@@ -33,22 +33,20 @@ def main(model: str, held_out: str) -> None:
     prompts = [config.data.template.format(prompt=row["prompt"]) for row in rows]
     rollout = config.rollout
     with Engine.from_pretrained(model) as engine:
-        groups = engine.sample(prompts, 528, max_tokens=rollout.max_tokens, stop=rollout.stop_strings)
+        groups = engine.sample(prompts, n=16 + 512, max_tokens=rollout.max_tokens, stop=rollout.stop_strings)
     votes = []
     for row, group in zip(rows, groups, strict=True):
         answers = [sample.text.strip() for sample in group]
         votes += [
-            {"prompt": row["id"], "n": n, **vote(part, row["answer"])}
-            for n, part in ((16, answers[:16]), (512, answers[16:]))
+            {"prompt": row["id"], "n": len(voters), **vote(voters, row["answer"])}
+            for voters in (answers[:16], answers[16:])
         ]
     table = pd.DataFrame(votes)
-    for n, part in table.groupby("n"):
-        labels = part[part.label]
-        print(
-            f"N = {n}: right {part.right.mean():.1%}; labels {part.label.mean():.1%}, right {labels.right.mean():.1%}"
-        )
-    right = table.pivot(index="prompt", columns="n", values="right").astype(float)
-    difference = right[512] - right[16]
+    for n, prompt_votes in table.groupby("n"):
+        right, has_label = prompt_votes.right, prompt_votes.has_label
+        print(f"N = {n}: right {right.mean():.1%}; labels {has_label.mean():.1%}, right {right[has_label].mean():.1%}")
+    right_by_n = table.pivot(index="prompt", columns="n", values="right").astype(float)
+    difference = right_by_n[512] - right_by_n[16]
     low, high = stats.ttest_1samp(difference, 0).confidence_interval()
     print(f"N = 512 minus N = 16: {100 * difference.mean():+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})")
 
