@@ -80,8 +80,7 @@ def test_the_paper_setting():
 def test_csv_holds_states_and_sums(tmp_path):
     curve = simulate(n=8, seed=1, settings=replace(SMALL, steps=25))
     write_csv(tmp_path / "c.csv", [curve], every=10)
-    with open(tmp_path / "c.csv", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = list(csv.DictReader((tmp_path / "c.csv").read_text(encoding="utf-8").splitlines()))
     assert [int(r["step"]) for r in rows] == [0, 10, 20, 25]
     assert [float(r["q_pos"]) for r in rows] == pytest.approx(curve.column("q_pos")[[0, 10, 20, 25]].tolist(), rel=1e-8)
     assert float(rows[2]["measured"]) == pytest.approx(curve.column("measured")[11:21].sum(), rel=1e-8)
