@@ -44,7 +44,7 @@ def saved(tmp_path):
 
 
 def run_to(trainer, step):
-    """Run until a step is done, and return whether that ends the run."""
+    """Run until a step is done, and return whether the run is complete."""
     return trainer.run(None, fakes.Notes(), lambda: trainer.state.step == step)
 
 

@@ -117,7 +117,7 @@ def by_hand(model):
             r_j = np.array([reward[next_token == j].mean() - q if sampled[j] else 0.0 for j in range(tiny.VOCAB)])
             s_r = r_j @ p
             gradient, sampled_change = cross_fitted(next_token, reward, p) if n >= 4 else (math.nan, math.nan)
-            # The change of q from undrawn tokens lies between the values if all of these are wrong (0) and all right (1).
+            # The change of q from undrawn tokens lies between its values if all of these are wrong (0) or right (1).
             step = p * (r_j - s_r) / n
             bounds = np.array([(p * (value - q) * step)[~sampled].sum() for value in (0.0, 1.0)])
             at_positions.append(
