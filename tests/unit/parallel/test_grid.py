@@ -60,5 +60,5 @@ def test_groups_on_gpus(build_grid, size, parallel, sockets):
     assert gloo == [(list(range(size)), TIMEOUT + timedelta(seconds=1800))]
     assert size + sum(len(ranks) for ranks, _ in gloo) == sockets  # size: the default group's
     assert {timeout for _, backend, timeout in groups if backend == "nccl"} == {TIMEOUT}
-    # Megatron's list has None for the default group, and all groups but the one for barriers, which Megatron made.
+    # Megatron's list has None for the default group, and every group that Megatron made: all but the one for barriers.
     assert len(parallel_state._global_process_group_list) == len(groups)
