@@ -15,7 +15,7 @@ from megatron_brorl.parallel.packing import pack
 
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("family", "tied", "ops"), [(f, f != "qwen3", "reference" if f == "qwen3" else "fused") for f in tiny.FAMILIES]
+    ("family", "tied", "ops"), [(f, f != "qwen3", ("reference" if f == "qwen3" else "fused")) for f in tiny.FAMILIES]
 )
 def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, tied, ops, share):
     tiny.make_model(tmp_path, family, tied)
@@ -24,7 +24,7 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     hugging_face.load(actor, shape, tmp_path)
     rng = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=rng) for n in (4, 7)]
-    prompts.insert(0, prompts[0])
+    prompts.insert(0, prompts[0])  # Two rows have the same prompt.
     responses = [torch.randint(3, tiny.VOCAB, (n,), generator=rng) for n in (5, 2, 6)]
     (batch,) = pack(prompts, responses, max_tokens=1000, share=share)
     assert any(group.prefix for group in batch.groups) == share
@@ -40,7 +40,7 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     old = current + torch.tensor([-0.5, -0.05, 0.1, 0.6], dtype=torch.float64)[torch.arange(len(current)) % 4]
 
     def loss():
-        weights = torch.full_like(old, 1 / 13)  # the mean over all tokens
+        weights = torch.full_like(old, 1 / (5 + 2 + 6))  # the mean over all response tokens
         tokens = PolicyTokens(old - 0.1, batch.repeat(advantages), weights, old_log_probs=old)
         return head().policy_loss(tokens, PolicyLossSettings(is_cap=2.0, entropy_coef=0.1)).loss
 
@@ -48,13 +48,13 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     parameters = list(actor.parameters())
     assert len(parameters) > 20
 
-    # Along g / |g|^2 of each parameter the loss rises by 1, so the sum over the parameters shows an error in any.
-    def after(step):
+    # Along g / |g|^2 of one parameter the slope of the loss is 1. Along all of them it is the number of parameters.
+    def loss_after(step):
         with torch.no_grad():
             for parameter in parameters:
                 parameter.add_(step * parameter.grad / parameter.grad.square().sum())
         return loss().item()
 
     h = 1e-7
-    slope = (after(h) - after(-2 * h)) / (2 * h)
+    slope = (loss_after(h) - loss_after(-2 * h)) / (2 * h)  # The second step leads from +h to -h.
     assert slope == pytest.approx(len(parameters), rel=1e-7)

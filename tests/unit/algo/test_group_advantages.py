@@ -30,7 +30,7 @@ SIZES = pytest.mark.parametrize("n", [2, 3, 5, 6])
 
 
 def gradient(logits: list[float], objective: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the gradient of a function of the success rate on the logits, by autograd."""
+    """Return the gradient of a function of the success rate with respect to the logits, by autograd."""
     x = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
     return torch.autograd.grad(objective((x.softmax(0) * RIGHT).sum()), x)[0]
 
@@ -67,11 +67,12 @@ def test_maxrl_is_unbiased_for_the_truncated_logarithm(n, logits):
 @POLICIES
 def test_rloo_is_unbiased_for_the_success_rate_and_dr_grpo_shorter(n, logits):
     """The group mean of dr_grpo contains the rollout itself, which shortens the gradient by (n - 1) / n."""
+    groups = torch.tensor(list(product((0.0, 1.0), repeat=n)))  # all 2^n groups of n rewards
+    mask = torch.ones_like(groups, dtype=torch.bool)
     for name, factor in (("rloo", 1), ("dr_grpo", (n - 1) / n)):
-        arguments = torch.ones(2**n, n, dtype=torch.bool), [{}] * 2**n, AlgoConfig(advantage=name)
-        cases = torch.tensor(list(product((0.0, 1.0), repeat=n)))
-        table = dict(zip(map(tuple, cases.tolist()), group_advantages(cases, *arguments), strict=True))
-        mean = expected(logits, n, lambda r, table=table: table[tuple(r.tolist())])
+        advantages = group_advantages(groups, mask, [{}] * len(groups), AlgoConfig(advantage=name))
+        advantages_of = dict(zip(map(tuple, groups.tolist()), advantages, strict=True))
+        mean = expected(logits, n, lambda r, advantages_of=advantages_of: advantages_of[tuple(r.tolist())])
         close(mean, factor * gradient(logits, lambda p: p))
 
 
@@ -95,16 +96,16 @@ def test_pass_at_k_is_accurate_for_large_groups():
     assert float(advantages[7]) == 64.0
     assert float(advantages[0]) == pytest.approx(-64 / 511)
     half = torch.tensor([1.0, 0.0] * 256)
-    ratio = comb(256, 64) / comb(511, 64)
-    assert float(pass_at_k_advantages(half, 64)[0]) == pytest.approx(64 * ratio, rel=1e-6)
+    all_wrong = comb(256, 64) / comb(511, 64)  # the chance that 64 siblings of a right rollout are all wrong
+    assert float(pass_at_k_advantages(half, 64)[0]) == pytest.approx(64 * all_wrong, rel=1e-6)
 
 
 def test_groups_without_a_signal_are_exactly_zero():
     """Groups that algo.dynamic_sampling drops would add nothing to the gradient."""
-    for make in (group_baseline, group_normalised, over_group_mean, lambda r: pass_at_k_advantages(r, 3)):
+    for advantages_of in (group_baseline, group_normalised, over_group_mean, lambda r: pass_at_k_advantages(r, 3)):
         for rewards in ([0.0] * 4, [1.0] * 4, [1.0] * 512, [0.0]):
-            assert torch.equal(make(torch.tensor(rewards)), torch.zeros(len(rewards)))
-    assert torch.equal(over_group_mean(torch.tensor([0.95] * 512)), torch.zeros(512))
+            assert torch.equal(advantages_of(torch.tensor(rewards)), torch.zeros(len(rewards)))
+    assert torch.equal(over_group_mean(torch.tensor([0.95] * 512)), torch.zeros(512))  # 0.95 is rounded
 
 
 def test_only_different_rewards_are_a_signal():
@@ -112,10 +113,10 @@ def test_only_different_rewards_are_a_signal():
     assert {rewards: has_signal(torch.tensor(rewards)) for rewards in groups} == groups
 
 
-@pytest.mark.parametrize("cuts", [(0, 100), (1, 99), (50, 50), (100, 0)])
-def test_moments_merge_exactly(cuts):
+@pytest.mark.parametrize("sizes", [(0, 100), (1, 99), (50, 50), (100, 0)])
+def test_moments_merge_exactly(sizes):
     x = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3 + 1e3
-    whole = merge([moments(part) for part in x.split(list(cuts))])
+    merged = merge([moments(part) for part in x.split(list(sizes))])
     deviation = x.std(correction=0).item()
-    assert (whole.count, whole.mean, whole.std) == pytest.approx((100, x.mean().item(), deviation), rel=1e-12)
+    assert (merged.count, merged.mean, merged.std) == pytest.approx((100, x.mean().item(), deviation), rel=1e-12)
     assert merge([Moments(0, 0, 0)]).std == 0

@@ -15,11 +15,11 @@ from megatron_brorl.config.schema import AlgoConfig, Config, RolloutConfig
 from megatron_brorl.errors import UserError
 
 ROWS = [{"id": f"row{i}", "prompt": "2 + 2", "answer": "4", "metadata": {"level": i}} for i in range(3)]
-MASK = torch.tensor([[True] * 4, [True, False, True, True], [True, True, True, False]])
+MASK = torch.tensor([[True] * 4, [True, False, True, True], [True, True, True, False]])  # False: lost
 
 
-def start(folder: Path, source: str, **names: str) -> dict[str, str]:
-    """Write a file, and start a run that names functions in it: advantage="f"."""
+def check(folder: Path, source: str, **names: str) -> dict[str, str]:
+    """Write a file, check its functions as at the start of a run, and return hashes. names: advantage="f"."""
     (folder / "mine.py").write_text(source)
     values = {key: f"{folder / 'mine.py'}:{function}" for key, function in names.items()}
     config = Config(algo=AlgoConfig(**values), rollout=RolloutConfig(n=4))
@@ -33,7 +33,7 @@ def by_level(rewards, mask, rows):
     levels = torch.tensor([row["metadata"]["level"] for row in rows])
     return torch.where(mask, rewards * levels[:, None], float("nan"))
 """
-    start(tmp_path, source, advantage="by_level")
+    check(tmp_path, source, advantage="by_level")
     algo = AlgoConfig(advantage=f"{tmp_path / 'mine.py'}:by_level")
     assert group_advantages(torch.ones(3, 4), MASK, ROWS, algo).tolist() == [[0, 0, 0, 0], [1, 0, 1, 1], [2, 2, 2, 0]]
 
@@ -42,7 +42,7 @@ def test_a_run_takes_the_current_content_of_a_file(tmp_path):
     algo = AlgoConfig(advantage=f"{tmp_path / 'mine.py'}:f")
     for factor in (2, 3):
         source = f"def f(rewards, **_): return rewards * {factor}\n"
-        hashes = start(tmp_path, source, advantage="f")
+        hashes = check(tmp_path, source, advantage="f")
         assert hashes == {algo.advantage: hashlib.sha256(source.encode()).hexdigest()}
         assert group_advantages(torch.ones(1, 2), MASK[:1, :2], ROWS[:1], algo).tolist() == [[factor, factor]]
 
@@ -71,7 +71,7 @@ ADVANTAGE = "def f(rewards, mask, rows):\n    "
 )
 def test_mistakes_are_one_line_that_names_file_and_function(tmp_path, key, source, message):
     with pytest.raises(UserError) as error:
-        start(tmp_path, source, **{key: "f"})
+        check(tmp_path, source, **{key: "f"})
     assert re.match(rf"algo\.{key} = {re.escape(str(tmp_path))}/mine\.py:f: ", str(error.value))
     assert message in str(error.value)
     assert "\n" not in str(error.value)

@@ -27,9 +27,9 @@ def draw(count: int):
 
 
 def test_metrics():
-    """tests/ops/test_policy_losses.py compares values, gradients and clipped tokens with the equations."""
+    """Metrics do not depend on the weights. tests/ops/test_policy_losses.py covers values, gradients and clipping."""
     lp, old, rollout, adv = draw(200)
-    tokens = PolicyTokens(rollout, adv, torch.full((200,), 1 / 77, dtype=torch.float64), old_log_probs=old)
+    tokens = PolicyTokens(rollout, adv, weights=torch.full_like(lp, 1 / 77), old_log_probs=old)
     result = policy_loss(lp, torch.zeros(200), tokens, PolicyLossSettings())
     ratio = (lp - old).exp().tolist()
     assert result.sums["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratio), rel=1e-9)
@@ -42,7 +42,8 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
     ratio = torch.tensor([0.5, 1.0, 2.9, 3.1, 50.0, 50.0], dtype=torch.float64)
     advantages = torch.tensor([-1.0, -1, -1, -1, -2, 2], dtype=torch.float64)
     lp = ratio.log().requires_grad_()
-    tokens = PolicyTokens(lp.detach(), advantages, torch.ones(6).double(), torch.zeros(6).double())
+    old = torch.zeros_like(advantages)
+    tokens = PolicyTokens(lp.detach(), advantages, weights=torch.ones_like(advantages), old_log_probs=old)
     result = policy_loss(lp, torch.zeros(6), tokens, PolicyLossSettings(eps_low=0.2, eps_high=0.28, dual_clip=3.0))
     assert result.loss.item() == pytest.approx(0.8 + 1.0 + 2.9 + 3.0 + 6.0 - 2 * 1.28)
     (gradient,) = torch.autograd.grad(result.loss, lp)
@@ -51,21 +52,19 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
 
 
 def test_kl_estimates_and_their_mean_gradients():
-    """Means over all tokens of two small policies are the KL and the gradients in the docstring of kl_estimate."""
+    """Each estimate has mean KL(p || q). The gradients are 0 (k1), that of KL(p || q) (k2) and of KL(q || p) (k3)."""
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(9, dtype=torch.float64, generator=rng, requires_grad=True)
     log_p = logits.log_softmax(0)
     log_q = (logits.detach() + 0.01 * torch.randn(9, dtype=torch.float64, generator=rng)).log_softmax(0)
     forward = (log_p.exp() * (log_p - log_q)).sum()
     reverse = (log_q.exp() * (log_q - log_p)).sum()
-    for estimator, target in (("k1", None), ("k2", forward), ("k3", reverse)):
+    for estimator, target in (("k1", 0 * forward), ("k2", forward), ("k3", reverse)):
         estimate = kl_estimate(log_p - log_q, estimator)
         mean = (log_p.detach().exp() * estimate).sum()
-        assert mean.item() == pytest.approx(forward.item(), rel=1e-12 if estimator != "k2" else 0.05)
+        assert mean.item() == pytest.approx(forward.item(), rel=0.05 if estimator == "k2" else 1e-12)  # k2 is biased
         (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
-        expected = (
-            torch.zeros(9).double() if target is None else torch.autograd.grad(target, logits, retain_graph=True)[0]
-        )
+        (expected,) = torch.autograd.grad(target, logits, retain_graph=True)
         torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=1e-9)
 
 
@@ -84,7 +83,7 @@ def test_aggregations(aggregation, expected):
     weights = [
         w
         for half in (lengths[:2], lengths[2:])
-        for w in token_weights(half, aggregation, tokens=12, sequences=3, fixed=8)
+        for w in token_weights(half, aggregation, tokens=3 + 1 + 8, sequences=3, fixed=8)
     ]
     assert sum(w * x for w, row in zip(weights, rows, strict=True) for x in row) == pytest.approx(expected(rows))
 

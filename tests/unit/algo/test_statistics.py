@@ -57,8 +57,8 @@ def test_equal_shares_have_the_interval_of_clopper_and_pearson(n):
 @pytest.mark.parametrize(
     ("n", "value", "bounds"), [(3, 0.25, (0, 1)), (1, 0.375, (0, 1)), (7, 0.0, (-1, 1)), (4, -0.5, (-1, 1))]
 )
-def test_equal_values_have_room_for_others_in_their_interval(n, value, bounds):
-    """At either end, prompts have the value n times with probability 0.025."""
+def test_the_interval_of_equal_values_allows_for_unseen_values(n, value, bounds):
+    """At each end, a share of 0.025^(1/n) of all prompts has the value. Then n of n have it with probability 0.025."""
     interval = bootstrap_mean([value] * n, resamples=10, seed=0, bounds=bounds)
     share = 0.025 ** (1 / n)  # the share of prompts with the value
     ends = [share * value + (1 - share) * bound for bound in bounds]
@@ -69,10 +69,10 @@ def test_bounds_change_nothing_if_values_differ():
     values = [0.0] * 30 + [1.0]
     settings = {"resamples": 200, "seed": 1}
     assert bootstrap_mean(values, **settings, bounds=SHARE) == bootstrap_mean(values, **settings)
-    # A benchmark of equal values widens the mean by its own share.
-    plain, wide = (bootstrap_mean_of_means([values, [0.0] * 8], **settings, bounds=b) for b in (None, SHARE))
-    assert (wide.mean, wide.low) == (plain.mean, plain.low)
-    assert wide.high - plain.high == pytest.approx((1 - 0.025 ** (1 / 8)) / 2)
+    # The second benchmark has 8 equal values. Half of its upper end, 1 - 0.025^(1/8), widens the mean of both.
+    plain, bounded = (bootstrap_mean_of_means([values, [0.0] * 8], **settings, bounds=b) for b in (None, SHARE))
+    assert (bounded.mean, bounded.low) == (plain.mean, plain.low)
+    assert bounded.high - plain.high == pytest.approx((1 - 0.025 ** (1 / 8)) / 2)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_paired_test_written_out():
     after = [0.5, 0.5, 1.0, 0.25, 0.5]
     differences = [b - a for a, b in zip(before, after, strict=True)]
     mean = math.fsum(differences) / 5
-    error = math.sqrt(math.fsum((x - mean) ** 2 for x in differences) / 4 / 5)
+    standard_error = math.sqrt(math.fsum((x - mean) ** 2 for x in differences) / 4 / 5)
     result = paired(before, after, resamples=500, seed=7)
-    assert result.t == pytest.approx(mean / error, rel=1e-12)
+    assert result.t == pytest.approx(mean / standard_error, rel=1e-12)
     assert result.degrees == 4
     assert result.one_tailed == student_tail(result.t, 4)
     assert result.two_tailed == pytest.approx(2 * result.one_tailed)

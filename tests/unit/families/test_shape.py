@@ -115,11 +115,11 @@ def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
     write(tmp_path, kind, TABLES[table][case])
     resolved = AutoConfig.from_pretrained(tmp_path)
     shape = read_shape(tmp_path)
-    gemma = kind == "gemma3_text"
+    is_gemma = kind == "gemma3_text"
 
     heads = resolved.num_attention_heads
     hidden = resolved.hidden_size
-    context = min(resolved.max_position_embeddings, resolved.sliding_window) if gemma else None
+    max_positions = resolved.max_position_embeddings
     expected = {
         "layers": resolved.num_hidden_layers,
         "hidden": hidden,
@@ -132,14 +132,14 @@ def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
         "norm_topk_prob": getattr(resolved, "norm_topk_prob", False),
         "shared_ffn": getattr(resolved, "shared_expert_intermediate_size", 0),
         "vocab": resolved.vocab_size,
-        "context": context or resolved.max_position_embeddings,
+        "context": min(max_positions, resolved.sliding_window) if is_gemma else max_positions,
         "norm_eps": resolved.rms_norm_eps,
         "tied": resolved.tie_word_embeddings,
         "init_std": resolved.initializer_range,
     }
     assert {key: getattr(shape, key) for key in expected} == expected
 
-    if gemma:
+    if is_gemma:
         embedding = Gemma3RotaryEmbedding(resolved)
         pairs = [
             (shape, embedding.full_attention_inv_freq, embedding.full_attention_attention_scaling),
@@ -150,7 +150,7 @@ def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
             ),
         ]
         assert shape.local_layers == tuple(
-            i for i, kind in enumerate(resolved.layer_types) if kind == "sliding_attention"
+            i for i, layer_type in enumerate(resolved.layer_types) if layer_type == "sliding_attention"
         )
         assert shape.attention_scale == resolved.query_pre_attn_scalar**-0.5
     else:
@@ -175,7 +175,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "key"),
+    ("kind", "changes", "message"),
     [
         *((kind, *refused) for kind in ("llama", "qwen2", "qwen3") for refused in REFUSED),
         *((kind, {"attention_bias": True}, "attention_bias = true") for kind in ("llama", "qwen3", "gemma3_text")),
@@ -207,12 +207,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ("qwen2", {"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
     ],
 )
-def test_unsupported_configurations_are_refused(tmp_path, kind, changes, key):
+def test_unsupported_configurations_are_refused(tmp_path, kind, changes, message):
     write(tmp_path, kind, changes)
-    with pytest.raises(UserError) as e:
+    with pytest.raises(UserError) as error:
         read_shape(tmp_path)
-    assert str(e.value).startswith(f"{tmp_path / 'config.json'}: ")
-    assert key in str(e.value)
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert message in str(error.value)
 
 
 def test_a_scaling_without_one_of_its_keys_is_refused(tmp_path):
@@ -244,7 +244,7 @@ def test_missing_directory_and_broken_json(tmp_path):
 
 
 def test_an_adapter_is_refused_with_the_way_to_merge_it(tmp_path):
-    """The directory is written by PEFT. Its instructions give a model that is read."""
+    """PEFT writes the adapter. The way to merge it that the message names gives a directory that is accepted."""
     base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
     tiny.make_model(base, "qwen2", tied=False)
     model = AutoModelForCausalLM.from_pretrained(base)

@@ -51,9 +51,9 @@ def test_every_shard_must_be_aligned():
     assert problem(config, shape(), tp_size=2) == ""
     assert "intermediate_size is 4484" in problem(config, shape(ffn=8968), tp_size=2)
     assert "hidden_size is 1540" in problem(config, shape(hidden=1540, heads=11, kv_heads=1))
-    narrow = shape(ffn=8976)  # 16 x 561
-    assert problem(Fp8Config(recipe="tensorwise"), narrow) == ""
-    assert "8976, not a multiple of 32" in problem(Fp8Config(recipe="mxfp8"), narrow)
+    only_16 = shape(ffn=8976)  # 16 x 561, not a multiple of 32
+    assert problem(Fp8Config(recipe="tensorwise"), only_16) == ""
+    assert "8976, not a multiple of 32" in problem(Fp8Config(recipe="mxfp8"), only_16)
     assert "leaves none of the 4 layers" in problem(config, shape(layers=4))
 
 
@@ -71,4 +71,4 @@ def test_fp8_is_refused_without_transformer_engine():
     if fp8.cpu_bridge.has_transformer_engine():
         pytest.skip("Transformer Engine is here")
     with pytest.raises(UserError, match=r'fp8\.recipe = "delayed": needs a GPU and Transformer Engine'):
-        fp8.check(Fp8Config(recipe="delayed"), shape(), 1)
+        fp8.check(Fp8Config(recipe="delayed"), shape(), tp_size=1)

@@ -68,11 +68,11 @@ def test_a_different_head_is_refused_and_untying_gives_transformers_logits(direc
     assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["bit for bit", "equal values in another type"])
-def test_an_equal_head_is_accepted(tmp_path, processes, narrow):
+@pytest.mark.parametrize("head_is_bf16", [False, True], ids=["bit for bit", "equal values in another type"])
+def test_an_equal_head_is_accepted(tmp_path, processes, head_is_bf16):
     tiny.make_model(tmp_path / "hf", "llama", tied=True)
     embedding = tiny.weights(tmp_path / "hf")[EMBEDDING].bfloat16()
-    store(tmp_path / "hf", embedding.float(), embedding if narrow else embedding.float())
+    store(tmp_path / "hf", embedding.float(), embedding if head_is_bf16 else embedding.float())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.lm_head.weight is model.model.embed_tokens.weight  # transformers ties them as well
     assert torch.equal(load(tmp_path / "hf", processes).head_weight()[: tiny.VOCAB], embedding.float())

@@ -1,4 +1,4 @@
-"""The division of a stream over context-parallel ranks. test_layouts.py compares their results."""
+"""The division of a stream over context-parallel ranks. tests/dist/test_layouts.py compares losses and gradients."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from megatron_brorl.parallel import grid
 from megatron_brorl.parallel.packing import Packed, own_tokens, pack, segment_lengths, split_for_rank
 
 
-def batch(size: int, count: int = 20) -> tuple[list[torch.Tensor], list[torch.Tensor], Packed]:
+def batch(size: int) -> Packed:
+    """Pack 20 random rows for `size` context-parallel ranks."""
     rng = torch.Generator().manual_seed(size)
     prompts, responses = (
-        [torch.randint(1, 50, (n,), generator=rng) for n in torch.randint(1, 12, (count,), generator=rng).tolist()]
+        [torch.randint(1, 50, (n,), generator=rng) for n in torch.randint(1, 12, (20,), generator=rng).tolist()]
         for _ in range(2)
     )
     (packed,) = pack(prompts, responses, max_tokens=10_000, multiple_of=4 * size, segments_of=2 * size)
-    return prompts, responses, packed
+    return packed
 
 
 def expected_owner(position: int, length: int, size: int) -> int:
@@ -29,12 +30,12 @@ def expected_owner(position: int, length: int, size: int) -> int:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_rank_has_one_chunk_of_either_half(size):
-    _, _, packed = batch(size)
-    positions = [(position, length) for length in segment_lengths(packed.groups) for position in range(length)]
-    assert len(positions) == len(packed.input_ids)
+    packed = batch(size)
+    owners = [expected_owner(position, n, size) for n in segment_lengths(packed.groups) for position in range(n)]
+    assert len(owners) == len(packed.input_ids)
     for rank in range(size):
         tokens = own_tokens(packed.groups, rank, size).tolist()
-        assert tokens == [i for i, place in enumerate(positions) if expected_owner(*place, size) == rank]
+        assert tokens == [i for i, owner in enumerate(owners) if owner == rank]
         assert len(tokens) == len(packed.input_ids) // size
 
 
@@ -42,24 +43,22 @@ def test_a_rank_without_predictions_takes_part():
     """A rank takes part in collectives even if it predicts no token of a stream."""
     options = {"max_tokens": 100, "multiple_of": 8, "segments_of": 8}
     (short,) = pack([torch.tensor([1])], [torch.tensor([2])], **options)
-    (nothing,) = pack([], [], **options)
+    (empty,) = pack([], [], **options)
     assert [len(split_for_rank(short, rank, 4).predict) for rank in range(4)] == [1, 0, 0, 0]
-    for packed in (short, nothing):
+    for packed in (short, empty):
         assert [len(split_for_rank(packed, rank, 4).input_ids) for rank in range(4)] == [2, 2, 2, 2]
-    assert [split_for_rank(nothing, rank, 4).gather([]).tolist() for rank in range(4)] == [[]] * 4
+    assert [split_for_rank(empty, rank, 4).gather([]).tolist() for rank in range(4)] == [[]] * 4
 
 
 def test_shared_prompts_are_refused():
     with pytest.raises(ValueError, match="do not support segments_of"):
-        pack([torch.tensor([1])] * 2, [torch.tensor([2])] * 2, 100, 4, share=True, segments_of=4)
+        pack([torch.tensor([1])] * 2, [torch.tensor([2])] * 2, max_tokens=100, multiple_of=4, share=True, segments_of=4)
 
 
 def test_a_world_size_that_is_no_multiple_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "6")
-    message = (
-        r"world size 6 is not a multiple of parallel\.tensor x parallel\.pipeline x parallel\.context = 2 x 1 x 2:"
-    )
-    with pytest.raises(UserError, match=message):
+    error = r"world size 6 is not a multiple of parallel\.tensor x parallel\.pipeline x parallel\.context = 2 x 1 x 2:"
+    with pytest.raises(UserError, match=error):
         grid.build(ParallelConfig(tensor=2, context=2))
     with pytest.raises(UserError, match=r"parallel\.expert = 4 does not divide the 6 ranks of a pipeline stage"):
         grid.build(ParallelConfig(tensor=2, expert=4))

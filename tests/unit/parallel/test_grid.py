@@ -58,7 +58,7 @@ def test_groups_on_gpus(build_grid, size, parallel, sockets):
     groups = build_grid(size, **parallel)
     gloo = [(ranks, timeout) for ranks, backend, timeout in groups if backend != "nccl"]
     assert gloo == [(list(range(size)), TIMEOUT + timedelta(seconds=1800))]
-    assert size + sum(len(ranks) for ranks, _ in gloo) == sockets
+    assert size + sum(len(ranks) for ranks, _ in gloo) == sockets  # size: the default group's
     assert {timeout for _, backend, timeout in groups if backend == "nccl"} == {TIMEOUT}
-    # Megatron's function has made the other groups, so its list has them, after None for the default group.
+    # Megatron's list has None for the default group, and every group that Megatron made: all but the one for barriers.
     assert len(parallel_state._global_process_group_list) == len(groups)

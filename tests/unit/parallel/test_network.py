@@ -19,16 +19,16 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
          "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
 
 
-def elsewhere() -> tuple[str, str]:
+def external_interface() -> tuple[str, str]:
     """Return an interface with an address other than loopback, and the address."""
     for name, addresses in psutil.net_if_addrs().items():
-        for a in addresses:
-            if a.family == socket.AF_INET and not a.address.startswith("127."):
-                return name, a.address
+        for entry in addresses:
+            if entry.family == socket.AF_INET and not entry.address.startswith("127."):
+                return name, entry.address
     pytest.skip("this machine has no interface beside loopback")
 
 
-def listening() -> set[str]:
+def listening_addresses() -> set[str]:
     connections = psutil.Process().net_connections("inet")
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
@@ -44,7 +44,7 @@ def environment(monkeypatch):
         for name, value in values.items():
             monkeypatch.setenv(name, value)
 
-    set_()  # monkeypatch then also restores variables that the test sets
+    set_()  # After this, monkeypatch also restores variables that the test and network.store set.
     return set_
 
 
@@ -57,8 +57,8 @@ def free_port(address: str = "127.0.0.1") -> str:
 @pytest.mark.parametrize("launcher", ["by hand", "rank.sh", "none"])
 def test_ranks_on_one_machine_use_loopback(environment, launcher):
     """The host name and the user's variables for other jobs make no difference."""
-    name, address = elsewhere()
-    before = listening()
+    name, address = external_interface()
+    before = listening_addresses()
     common = {"RANK": "0", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     environment(
         **{
@@ -67,42 +67,42 @@ def test_ranks_on_one_machine_use_loopback(environment, launcher):
             "none": {"GLOO_SOCKET_IFNAME": name},
         }[launcher]
     )
-    store = network.store(1, timedelta(seconds=20))
+    store = network.store(world=1, timeout=timedelta(seconds=20))
     store.set("key", "value")
     assert store.get("key") == b"value"
     loopback = os.environ["GLOO_SOCKET_IFNAME"]
     assert os.environ["NCCL_SOCKET_IFNAME"] == loopback
     assert "127.0.0.1" in {a.address for a in psutil.net_if_addrs()[loopback]}
-    assert listening() - before <= {"127.0.0.1"}
+    assert listening_addresses() - before <= {"127.0.0.1"}
     assert isinstance(store, dist.HashStore) == (launcher == "none")
 
 
 @pytest.mark.parametrize("gloo", ["", "given"])
 def test_rank_0_listens_on_its_address_if_there_are_several_machines(environment, gloo):
-    name, address = elsewhere()
+    name, address = external_interface()
     environment(RANK="0", MASTER_ADDR=address, MASTER_PORT=free_port(address), LOCAL_WORLD_SIZE="0")
     if gloo:
         os.environ["GLOO_SOCKET_IFNAME"] = gloo
-    before = listening()
-    store = network.store(1, timedelta(seconds=20))
+    before = listening_addresses()
+    store = network.store(world=1, timeout=timedelta(seconds=20))
     store.set("key", "value")
-    assert listening() - before == {address}
+    assert listening_addresses() - before == {address}
     assert os.environ["GLOO_SOCKET_IFNAME"] == (gloo or name)
     assert "NCCL_SOCKET_IFNAME" not in os.environ
 
 
 def test_a_name_that_is_loopback_here_needs_an_interface(environment):
     """On Debian, /etc/hosts maps a machine's own name to 127.0.1.1."""
-    name, address = elsewhere()
+    name, address = external_interface()
     variables = {"RANK": "0", "MASTER_ADDR": "127.0.1.1", "MASTER_PORT": free_port(address), "LOCAL_WORLD_SIZE": "0"}
     environment(**variables)
     with pytest.raises(UserError, match=r"MASTER_ADDR = 127\.0\.1\.1 is 127\.0\.\d\.1 on this machine.*GLOO_SOCKET"):
-        network.store(1, timedelta(seconds=20))
+        network.store(world=1, timeout=timedelta(seconds=20))
     environment(**variables, GLOO_SOCKET_IFNAME=name)
-    before = listening()
-    store = network.store(1, timedelta(seconds=20))
+    before = listening_addresses()
+    store = network.store(world=1, timeout=timedelta(seconds=20))
     store.set("key", "value")
-    assert listening() - before == {address}
+    assert listening_addresses() - before == {address}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_mistakes_in_the_environment_end_in_one_line(environment, changes, messa
     good = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "0"}
     environment(**{**good, **changes})
     with pytest.raises(UserError, match=message):
-        network.store(1, timedelta(seconds=20))
+        network.store(world=1, timeout=timedelta(seconds=20))
 
 
 def test_a_port_in_use_ends_in_one_line(environment):
@@ -125,7 +125,7 @@ def test_a_port_in_use_ends_in_one_line(environment):
         port = taken.getsockname()[1]
         environment(RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))
         with pytest.raises(UserError, match=f"MASTER_PORT = {port}: rank 0 cannot listen on 127.0.0.1: "):
-            network.store(1, timedelta(seconds=20))
+            network.store(world=1, timeout=timedelta(seconds=20))
 
 
 def test_each_call_has_keys_of_its_own(environment):
@@ -137,7 +137,7 @@ def test_each_call_has_keys_of_its_own(environment):
         environment(**common, LOCAL_WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT=attempt)
         if attempt != "0":  # A restarted process counts its calls from 0 again.
             network._calls = itertools.count()
-        store = network.store(1, timedelta(seconds=seconds))
+        store = network.store(world=1, timeout=timedelta(seconds=seconds))
         assert store.timeout == timedelta(seconds=seconds)
         assert not store.check(["key"])
         store.set("key", "value")

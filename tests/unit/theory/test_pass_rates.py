@@ -27,12 +27,12 @@ def test_mixed_share_beyond_the_rollouts_is_that_of_all_rollouts():
 
 
 def test_command_reads_an_evaluation(tmp_path, capsys):
-    row = {"benchmark": "own", "task": "t", "samples": 4, "reward": -0.75, "tokens": 1}
-    rows = [row | {"id": 0, "right": 0, "reward_counts": [3, 1]}, row | {"id": 2, "right": 2}]
+    common = {"benchmark": "own", "task": "t", "samples": 4, "reward": -0.75, "tokens": 1}
+    rows = [common | {"id": 0, "right": 0, "reward_counts": [3, 1]}, common | {"id": 2, "right": 2}]
     (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = output(capsys, "pass-rates", tmp_path)
     assert "2 prompts, the last evaluation of each, 4 to 4 rollouts" in out
-    assert "mean 0.250" in out
+    assert "mean 0.250" in out  # (0/4 + 2/4) / 2
     assert "mean reward -0.75;" in out
     assert "at least 100.0%" in out  # No response to the first prompt is right, but their rewards differ.
 
@@ -43,6 +43,6 @@ def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, capsys):
         write_groups(tmp_path / FOLDER, LogEntry("step", step), pa.Table.from_pylist(rows, schema=GROUPS))
     out = output(capsys, "pass-rates", tmp_path)
     assert "2 prompts" in out
-    assert "mean 0.750" in out
+    assert "mean 0.750" in out  # (2/4 + 4/4) / 2
     assert "at least 50.0%" in out  # N = 8: the last group of p0 is mixed, that of p1 is not
     assert (tmp_path / "pass_rates.png").stat().st_size > 1000

@@ -26,14 +26,14 @@ HELD = [2, 4, 8, 16, 32]  # numbers of held-out siblings
 
 @pytest.fixture(scope="module")
 def policy_groups():
-    """Draw [REPETITIONS] lists of groups, N siblings each."""
+    """Draw REPETITIONS lists with a group of each policy: N outcomes, and whether they are right."""
     rng = np.random.default_rng(100)
     return [[(x := rng.choice(len(p), size=N, p=p), right[x]) for p, right in POLICIES] for _ in range(REPETITIONS)]
 
 
-def expected(p: np.ndarray, tokens: np.ndarray, power: int, n: int) -> float:
-    """Return the expectation of the sum of p^power over those of some tokens that n draws miss."""
-    return float((p[tokens] ** power * (1 - p[tokens]) ** n).sum())
+def expected(p: np.ndarray, chosen: np.ndarray, draws: int, power: int) -> float:
+    """Return the expected sum of p^power over the chosen outcomes (a mask) that no draw has."""
+    return float((p[chosen] ** power * (1 - p[chosen]) ** draws).sum())
 
 
 def test_hold_out_on_a_known_policy(policy_groups):
@@ -42,7 +42,7 @@ def test_hold_out_on_a_known_policy(policy_groups):
     for i, held in enumerate(HELD):
         rest = N - held
         truths = [
-            (expected(p, p > 0, 1, rest), expected(p, right, 2, rest), expected(p, ~right, 2, rest))
+            (expected(p, p > 0, rest, power=1), expected(p, right, rest, power=2), expected(p, ~right, rest, power=2))
             for p, right in POLICIES
         ]
         for field, truth in zip(("unsampled_mass", "u_pos2", "u_neg2"), np.mean(truths, axis=0), strict=True):
@@ -62,22 +62,22 @@ def test_good_turing_by_hand():
 
 
 def test_intervals_without_repetitions():
-    """With 64 draws from 4,096 equal outcomes, often all differ; the unseen mass is 1 - 64 / 4,096, not 1."""
+    """64 draws from 4,096 equally likely outcomes often all differ. The unseen mass is then 1 - 64 / 4,096, not 1."""
     right = np.arange(64) % 2 == 0
     g = good_turing(np.arange(64), right)
     assert (g.unseen_mass, g.unseen_right, g.singletons, g.high) == (1, 0.5, 64, 1)
     assert 0.85 < g.low < 1 - 64 / 4096
-    # Without repetitions the upper end of the second moment is -log(0.025) = 3.69 times the largest weight of a pair.
+    # Without repetitions the second moments are 0. Their upper ends are -log(0.025) = 3.688879 x the largest weight.
     curve = hold_out([(np.arange(64), right)], [2, 32])
     assert not np.any([curve[name][:2] for name in ("u_pos2", "u_neg2")])
     for m, high in zip((62, 32), curve["u_pos2"][2], strict=True):
-        pair = max(c * (c - 1) / 64 / 63 * math.comb(64 - c, m) / math.comb(62, m) for c in range(2, 65))
-        assert high == pytest.approx(3.688879 * pair)
-    # If all are equal, no held-out sibling is new.
+        largest = max(c * (c - 1) / 64 / 63 * math.comb(64 - c, m) / math.comb(62, m) for c in range(2, 65))
+        assert high == pytest.approx(3.688879 * largest)
+    # If all outcomes are equal, no held-out sibling is new.
     same = hold_out([(np.zeros(64, dtype=np.int64), right)], [2])
     assert (same["unsampled_mass"][0][0], same["unsampled_mass"][1][0]) == (0, 0)
     assert same["unsampled_mass"][2][0] == pytest.approx(3.688879 / 64)
-    # If all outcomes differ, the mass is 1, and rounding does not put it outside of its interval.
+    # If all outcomes differ, the estimate is 1, and rounding does not put it above the interval's end.
     for n in range(4, 65):
         mean, _, high = hold_out([(np.arange(n), np.arange(n) % 2 == 0)] * 3, [2, n // 2])["unsampled_mass"]
         assert mean == pytest.approx(1)
@@ -96,10 +96,10 @@ def test_hold_out_is_the_average_over_all_splits():
             new = [outcomes[j] not in rest for j in held]
             mass.append(np.mean(new))
             pairs = list(itertools.combinations(range(h), 2))
-            same = [new[a] and outcomes[held[a]] == outcomes[held[b]] for a, b in pairs]
-            good = [right[held[a]] for a, _ in pairs]
-            pos.append(np.mean([s and g for s, g in zip(same, good, strict=True)]))
-            neg.append(np.mean([s and not g for s, g in zip(same, good, strict=True)]))
+            new_pair = [new[a] and outcomes[held[a]] == outcomes[held[b]] for a, b in pairs]
+            right_pair = [right[held[a]] for a, _ in pairs]
+            pos.append(np.mean([x and y for x, y in zip(new_pair, right_pair, strict=True)]))
+            neg.append(np.mean([x and not y for x, y in zip(new_pair, right_pair, strict=True)]))
         assert curve["unsampled_mass"][0][i] == pytest.approx(np.mean(mass), rel=1e-12)
         assert curve["u_pos2"][0][i] == pytest.approx(np.mean(pos), rel=1e-12, abs=1e-15)
         assert curve["u_neg2"][0][i] == pytest.approx(np.mean(neg), rel=1e-12, abs=1e-15)
@@ -122,7 +122,7 @@ def test_equal_weights_give_the_interval_of_garwood():
 
 
 def test_unseen_mass_by_hand():
-    """At either end the distance of the count is 1.96 of its standard deviations there."""
+    """At either end m, the singletons are 1.96 standard deviations from their expected number n m."""
     for n, once, twice in ((100, 30, 10), (16, 7, 2), (512, 40, 3)):
         for end in unseen_mass(n, once, twice):
             assert 0 < end < 1

@@ -1,4 +1,4 @@
-"""Verifiers of test_step_rewards.py, of answers that are token ids as text; for the pool's workers, without torch."""
+"""Verifiers of answers that are token ids as text. They do not import torch, because the pool's workers import them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ RULES: dict[str, Callable[[list[int]], float]] = {
     "even": lambda ids: float(sum(ids) % 2 == 0),
     "share": lambda ids: sum(i % 2 == 0 for i in ids) / max(len(ids), 1),  # partial credit
     "half": lambda ids: sum(i % 2 == 0 for i in ids) / max(len(ids), 1) / 2,  # never 1
-    "wide": lambda ids: 6.0 * sum(i % 2 == 0 for i in ids) / max(len(ids), 1) - 2.5,
-    "holes": lambda ids: math.nan if sum(ids) % 3 == 0 else float(sum(ids) % 2),
+    "stretched": lambda ids: 6.0 * sum(i % 2 == 0 for i in ids) / max(len(ids), 1) - 2.5,  # from -2.5 to 3.5
+    "some_nan": lambda ids: math.nan if sum(ids) % 3 == 0 else float(sum(ids) % 2),
     "nan": lambda ids: math.nan,
     "picky": lambda ids: float(1 / (sum(ids) % 2 - 1) < 0),  # raises on odd sums
 }

@@ -28,13 +28,14 @@ def replicas(processes):
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
 def test_kl_in_the_reward(replicas, ops, kind):
-    """r_t = -beta KL_t plus the group advantage at the last token. A_t is the sum of r from t on, whitened for some."""
-    g = torch.Generator().manual_seed(1)
-    kl = [torch.randn(n, generator=g) for n in LENGTHS]
+    """r_t = -beta KL_t, plus the group advantage at the last token. A_t sums r from t on. Only some kinds whiten it."""
+    rng = torch.Generator().manual_seed(1)
+    kl = [torch.randn(n, generator=rng) for n in LENGTHS]
     algo = AlgoConfig(advantage=kind, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
     values = [torch.zeros(n) for n in LENGTHS] if kind == "gae" else None
     advantages, returns, _ = token_advantages(torch.tensor(REWARDS_OF_ROWS), LENGTHS, values, kl, algo, ops, replicas)
-    raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(REWARDS_OF_ROWS, kl, strict=True)]
+    pairs = zip(REWARDS_OF_ROWS, kl, strict=True)
+    raw = [[r - 0.3 * sum(kl_row.tolist()[t:]) for t in range(len(kl_row))] for r, kl_row in pairs]
     flat = [a for row in raw for a in row]
     mean, std = (0.0, 1.0) if kind in ("grpo", "maxrl") else (statistics.fmean(flat), statistics.pstdev(flat))
     for advantage_row, row in zip(advantages, raw, strict=True):
@@ -45,11 +46,11 @@ def test_kl_in_the_reward(replicas, ops, kind):
 @pytest.mark.parametrize("ops", OPS)
 def test_no_rows_and_equal_returns(replicas, ops):
     """A replica without rows takes part; equal returns give advantages of 0 and no explained variance."""
-    algo = AlgoConfig(advantage="gae")
-    advantages, returns, _ = token_advantages(torch.zeros(0), [], [], kl=None, algo=algo, ops=ops, replicas=replicas)
+    settings = {"kl": None, "algo": AlgoConfig(advantage="gae"), "ops": ops, "replicas": replicas}
+    advantages, returns, _ = token_advantages(torch.zeros(0), [], values=[], **settings)
     assert len(advantages) == len(returns) == 0
-    zeros = [torch.zeros(2), torch.zeros(3)]
-    advantages, _, metrics = token_advantages(torch.ones(2), [2, 3], zeros, None, algo, ops, replicas)
+    values = [torch.zeros(2), torch.zeros(3)]
+    advantages, _, metrics = token_advantages(torch.ones(2), [2, 3], values, **settings)
     assert torch.count_nonzero(torch.cat(advantages)) == 0
     assert math.isnan(metrics["explained_variance"])
 
@@ -59,19 +60,22 @@ REWARDS = [[0.0, 1.0, None, 0.0], [1.0] * 4, [0.25, 0.5, 0.25, None]]
 
 
 def outcomes():
-    table = [[math.nan if r is None else r for r in row] for row in REWARDS]
     state = [[LOST if r is None else (STOP, LENGTH)[i % 2] for i, r in enumerate(row)] for row in REWARDS]
-    zeros = torch.zeros(3, 4).long()
-    rewards = torch.tensor(table).nan_to_num(0.0)
-    ones = torch.ones(3, 4).long()
-    return Outcomes(torch.tensor(state), rewards, rewards == 1, ones, ones, zeros, zeros, zeros, kept=[0, 1, 2])
+    return table_of(torch.tensor(state), torch.tensor([[r or 0.0 for r in row] for row in REWARDS]))
+
+
+def table_of(state, rewards):
+    """Return outcomes with these tables; rewards of 1 are right, and all groups are kept."""
+    ones, zeros = torch.ones_like(state), torch.zeros_like(state)
+    kept = list(range(len(state)))
+    return Outcomes(state, rewards, rewards == 1, ones, ones, repeats=zeros, answers=zeros, holder=zeros, kept=kept)
 
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
 def test_rollout_advantages(ops, kind):
     """Mixed, all-right and partly-right groups with lost siblings."""
-    algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"))
+    algo = AlgoConfig(advantage=kind, pass_k=2 if kind == "pass_at_k" else 0)
     advantages = rollout_advantages(outcomes(), GROUPS, algo, ops)
     survivors = [[r for r in row if r is not None] for row in REWARDS]
     centred = [[r - statistics.fmean(row) for r in row] for row in survivors]
@@ -81,7 +85,7 @@ def test_rollout_advantages(ops, kind):
     elif kind == "maxrl":
         expected = [[x / statistics.fmean(rewards) for x in row] for row, rewards in pairs]
     elif kind == "pass_at_k":
-        expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # of the right one: pass@2 without it is 0
+        expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # 2 (1 - 0): pass@2 is 0 without the right rollout
     else:
         expected = centred
     if kind in ("pass_at_k", "reinforce_pp_baseline"):
@@ -89,8 +93,8 @@ def test_rollout_advantages(ops, kind):
         mean = statistics.fmean(flat)
         std = statistics.pstdev(flat)
         kl_algo = replace(algo, kl_coef=0.1, kl_in="reward")  # With these settings token_advantages whitens instead.
-        table = rollout_advantages(outcomes(), GROUPS, kl_algo, ops)
-        assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
+        unwhitened = rollout_advantages(outcomes(), GROUPS, kl_algo, ops)
+        assert unwhitened[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
         expected = [[(x - mean) / std for x in row] for row in expected]
     for row, rewards, expected_row in zip(advantages.tolist(), REWARDS, expected, strict=True):
         survivor_values = iter(expected_row)
@@ -100,12 +104,10 @@ def test_rollout_advantages(ops, kind):
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["grpo", "reinforce_pp_baseline"])
 def test_rewards_at_the_mean_of_their_group_have_no_advantage(ops, kind):
-    """The second reward is the mean in decimals, not in float32. Tokens with an advantage may count as clipped."""
+    """The second reward of a group is its mean in decimals, but not in float32. Its advantage must be exactly 0."""
     groups = [(0.1, 0.2, 0.3), (-1.1, 0.3, 1.7), (100.1, 100.2, 100.3), (1e-3, 2e-3, 3e-3), (0.95,) * 3, (0.1,) * 3]
     rewards = torch.tensor(groups)
-    zeros = torch.zeros(6, 3).long()
-    ones = zeros + 1
-    table = Outcomes(zeros + STOP, rewards, rewards == 1, ones, ones, zeros, zeros, zeros, kept=list(range(6)))
+    table = table_of(torch.full((6, 3), STOP), rewards)
     advantages = rollout_advantages(table, GROUPS * 2, AlgoConfig(advantage=kind), ops)
     assert advantages.sign().tolist() == [[-1, 0, 1]] * 4 + [[0] * 3] * 2
 

@@ -20,7 +20,7 @@ N = 32
 LOST = {("p/0", 5), ("p/1", 0), ("p/1", 31)}
 SCORE = """
 def score(row, responses, answers):
-    {first}
+    {statement}
     mean = sum(map(len, responses)) / len(responses)
     return [float(answer is not None and len(answer) > mean) for answer in answers]
 """
@@ -42,7 +42,7 @@ def survivors(prompt):
 
 def test_the_step_trains_on_the_scores_of_groups_without_lost_rollouts(processes, model, tmp_path):
     """The function gives rewards, the verifier correctness. The third group's call times out: it is not trained on."""
-    (tmp_path / "mine.py").write_text(SCORE.format(first="while row['id'] == 'p/2': pass"))
+    (tmp_path / "mine.py").write_text(SCORE.format(statement="while row['id'] == 'p/2': pass"))
     prompts = [replace(p, answer="") for p in fakes.prompts(3)]  # only an empty answer is right
     with RewardPool(workers=1, timeout_s=2.0) as pool:
         values = step(model, processes, pool, prompts, reward={"group_function": f"{tmp_path}/mine.py:score"})
@@ -58,15 +58,16 @@ def test_the_step_trains_on_the_scores_of_groups_without_lost_rollouts(processes
 
 
 @pytest.mark.parametrize(
-    ("first", "message"),
+    ("statement", "message"),
     [
         ("return [1.0] * (len(answers) - 1) + [float('nan')]", "returned nan for rollout 30, .* of row 'p/1'"),
         ("return [1.0] * 32", "returned 32 scores for the 30 rollouts of row 'p/1'"),
         ("return 1 / 0", "failed on 1 of 1 groups: ZeroDivisionError"),
     ],
 )
-def test_scores_that_are_missing_or_not_finite_end_the_run(processes, model, tmp_path, first, message):
-    (tmp_path / "mine.py").write_text(SCORE.format(first=first))
+def test_scores_that_are_missing_or_not_finite_end_the_run(processes, model, tmp_path, statement, message):
+    """Rollouts 0 and 31 of row p/1 are lost, so the last of the 30 answers is that of rollout 30."""
+    (tmp_path / "mine.py").write_text(SCORE.format(statement=statement))
     reward = {"group_function": f"{tmp_path}/mine.py:score"}
     with pytest.raises(UserError, match=f"^step 1: reward.group_function = .*/mine.py:score:? {message}"):
         step(model, processes, fakes.Pool(), fakes.prompts(1, first=1), reward=reward)
@@ -118,19 +119,19 @@ def test_the_most_frequent_answer_is_the_label(verifier, answers, scores):
 
 def test_votes_are_compared_with_reference_answers(processes, model):
     """Most finished responses are empty, which is correct for two prompts. The third prompt has no reference."""
-    answers = ["", "7", None, ""]
-    prompts = [replace(p, answer=a) for p, a in zip(fakes.prompts(4), answers, strict=True)]
+    references = ["", "7", None, ""]
+    prompts = [replace(p, answer=a) for p, a in zip(fakes.prompts(4), references, strict=True)]
     prompts[2] = replace(prompts[2], verifier="none")
     answers_of_prompts = [survivors(prompt)[2] for prompt in prompts]
-    shares = [row.count("") / len(row) for row in answers_of_prompts]
-    least = sorted(shares)[1]
+    shares = [answers.count("") / len(answers) for answers in answers_of_prompts]
+    threshold = sorted(shares)[1]  # One group of four is below it.
     with RewardPool(workers=1, timeout_s=9.0) as pool:
-        reward = {"group_function": "majority", "majority_share": least}
+        reward = {"group_function": "majority", "majority_share": threshold}
         values = step(model, processes, pool, prompts, reward=reward)
-    assert values["kept_share"] == sum(share >= least for share in shares) / 4 < 1
+    assert values["kept_share"] == sum(share >= threshold for share in shares) / 4 < 1
     assert values["majority_share"] == pytest.approx(sum(shares) / 4)
-    votes_right = [a == "" for a, share in zip(answers, shares, strict=True) if share >= least and a is not None]
-    assert values["majority_right_share"] == pytest.approx(sum(votes_right) / len(votes_right))
+    judged = [a for a, share in zip(references, shares, strict=True) if share >= threshold and a is not None]
+    assert values["majority_right_share"] == pytest.approx(judged.count("") / len(judged))
 
 
 def quarters(answer):
@@ -144,7 +145,7 @@ def test_the_gradient_of_a_subset_equals_a_float64_loop(processes, model, judge)
     """Only 7 rollouts of a group are in the update. Their advantages depend on all surviving rollouts."""
     k = 7
     groups = []
-    factors = {}  # see by_hand.update
+    factors = {}  # the factor of the loss and the tokens in the divisor, by rollout
     pool = fakes.Pool()
     pool.judge = judge
     values = step(model, processes, pool, fakes.prompts(2), algo={"train_on": k}, reward={"cut_off_factor": 1.0})
@@ -154,9 +155,9 @@ def test_the_gradient_of_a_subset_equals_a_float64_loop(processes, model, judge)
         groups.append((prompt, rows, rewards))
         ranked = sorted(rewards)
         subsets = [ranked[: k - i] + ranked[len(ranked) - i :] for i in range(k + 1)]  # k - i lowest, i highest rewards
-        occur = Counter(max(subsets, key=statistics.pvariance))
-        tokens = sum(len(row) for row, reward in zip(rows, rewards, strict=True) if reward in occur)
-        for reward, count in occur.items():
-            alike = [i for i, other in enumerate(rewards) if other == reward]
-            factors |= {(prompt.id, i): (len(alike) / count, tokens / k) for i in alike[:count]}
+        chosen = Counter(max(subsets, key=statistics.pvariance))
+        tokens = sum(len(row) for row, reward in zip(rows, rewards, strict=True) if reward in chosen)
+        for reward, count in chosen.items():
+            siblings = [i for i, other in enumerate(rewards) if other == reward]
+            factors |= {(prompt.id, i): (len(siblings) / count, tokens / k) for i in siblings[:count]}
     assert_update(values, model[1], groups, configured({}).algo.is_cap, factors=factors)

@@ -32,12 +32,12 @@ TABLE = [
 
 
 def row(group: int, sibling: int, reward: float | str) -> ScoredRollout:
-    cut = reward == "cut"
+    is_cut = reward == "cut"
     tokens = 1 + (group + sibling) % 3
-    finish = "cut" if cut else ("stop", "length")[group % 2]
+    finish = "cut" if is_cut else ("stop", "length")[group % 2]
     rollout = Rollout(sibling, torch.arange(tokens), torch.zeros(tokens), finish)
     answer = (group + sibling) % 4
-    return ScoredRollout(group, rollout, math.nan if cut else reward, right=reward == 1.0, answer=answer)
+    return ScoredRollout(group, rollout, math.nan if is_cut else reward, right=reward == 1.0, answer=answer)
 
 
 def all_rows() -> list[ScoredRollout]:
@@ -59,12 +59,12 @@ def test_metrics_are_over_survivors_of_closed_groups(outcomes):
         "reward": mean,
         "reward_std": math.sqrt(sum((r - mean) ** 2 for _, _, r in alive) / 29),
         "kept_share": 2 / 6,
-        "all_right_share": 2 / 6,  # the one with a single survivor too
+        "all_right_share": 2 / 6,  # also the group with one survivor
         "all_wrong_share": 1 / 6,
         "groups_lost": 2,
         "response_tokens": sum(1 + (g + i) % 3 for g, i, _ in alive) / 29,
         "answered_share": sum((g + i) % 4 > 0 for g, i, _ in alive) / 29,
-        "cut_off_share": (8 + 1) / 29,
+        "cut_off_share": (8 + 1) / 29,  # closed groups with an odd index
         "rollouts": 29,
     }
     assert metrics == pytest.approx(expected)
@@ -88,10 +88,10 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
     assert outcomes.repeats.tolist() == [[0, 1, 0]]
     assert group_metrics(select_groups(outcomes))["response_tokens"] == pytest.approx(3.0)
     config = Config(rollout=RolloutConfig(n=3, max_tokens=4), shaping=ShapingConfig(overlong_tokens=2))
-    assert shape_rewards(outcomes, config, 0).rewards.tolist() == [[0.0, 1.0 - 1.0, 2.0 - 0.5]]
-    ages = [3, 3, 4, 4, 2, 2, 1, 1, 1]
-    assert staleness(rows, 6) == {"staleness_mean": pytest.approx(sum(ages) / 9), "staleness_max": 4}
-    assert with_own_tensors(rows[0]).rollout.episode.sampled.untyped_storage().nbytes() == 5
+    assert shape_rewards(outcomes, config, step=0).rewards.tolist() == [[0.0, 1.0 - 1.0, 2.0 - 0.5]]
+    ages = [3, 3, 4, 4, 2, 2, 1, 1, 1]  # of the sampled tokens, in versions before 6
+    assert staleness(rows, version=6) == {"staleness_mean": pytest.approx(sum(ages) / 9), "staleness_max": 4}
+    assert with_own_tensors(rows[0]).rollout.episode.sampled.untyped_storage().nbytes() == 5  # one per token
 
     # The first tokens for the mass balance.
     received = [
@@ -99,7 +99,7 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
         for i, (ids, sampled, _) in enumerate(table)
     ]
     collected = SimpleNamespace(outcomes=select_groups(outcomes), rollouts=received)
-    metrics = _TokenMetrics(config, 0, collected, SimpleNamespace(grid=processes), None)
+    metrics = _TokenMetrics(config, 0, collected, worker=SimpleNamespace(grid=processes), sampling=None)
     all_tokens, all_masks = (x[0].tolist() for x in metrics._first_tokens())
     for (ids, sampled, _), tokens, mask in zip(table, all_tokens, all_masks, strict=True):
         padding = MAX_POSITION - len(ids)
@@ -117,7 +117,7 @@ SPREADS = [
 @pytest.mark.parametrize("rewards", SPREADS, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 12])
 def test_no_subset_has_a_larger_variance(rewards, count):
-    # The second group chooses from the same rewards between others.
+    # The second group has the same rewards between two that the mask excludes.
     table = torch.tensor([[*rewards, 0, 0], [99, *rewards, -99]], dtype=torch.float32)
     mask = torch.tensor([[True] * 9 + [False] * 2, [False] + [True] * 9 + [False]])
     subsets = largest_spread(table, mask, count)
@@ -127,6 +127,7 @@ def test_no_subset_has_a_larger_variance(rewards, count):
     assert len(subset) == min(count, 9)
     best = max(map(statistics.pvariance, combinations(rewards, len(subset))))
     assert statistics.pvariance([rewards[i] for i in subset]) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    # Of equal rewards, the first ones are chosen.
     for value, count_of_value in Counter(rewards[i] for i in subset).items():
         with_value = [i for i, r in enumerate(rewards) if r == value]
         assert [i for i in subset if rewards[i] == value] == with_value[:count_of_value]
@@ -147,31 +148,32 @@ def chosen(groups, **algo):
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("rewards", [[0, 1, 0, 0, 1], [0, 0.5, 1, 0, 1]], ids=["all occur", "one is left out"])
 def test_the_expected_gradient_is_that_of_all_rollouts_whose_reward_occurs(processes, rewards, filtered):
-    """Every order of the rollouts is equally likely. The gradient of each rollout is a number of its own."""
+    """Every order of the rollouts is equally likely. Distinct numbers stand for the gradients of the rollouts."""
     gradients = [3.0, -5.0, 8.0, 1.5, 0.25]
-    facts = [(reward, 2 + i, "length" if i == 3 else "stop") for i, reward in enumerate(rewards)]
+    rollouts = [(reward, 2 + i, "length" if i == 3 else "stop") for i, reward in enumerate(rewards)]
     sums = []
-    sizes = set()
+    divisors = set()  # (tokens, sequences)
     for order in permutations(range(5)):
-        rows, subset, _ = chosen([[facts[i] for i in order]], train_on=3, overlong_filter=filtered)
+        rows, subset, _ = chosen([[rollouts[i] for i in order]], train_on=3, overlong_filter=filtered)
         weights = subset.weights([(r.group, r.rollout.index) for r in rows])
         sums.append(sum(w.loss * gradients[order[r.rollout.index]] for r, w in zip(rows, weights, strict=True)))
-        sizes.add((round(sum(w.tokens for w in weights), 9), round(sum(w.sequences for w in weights), 9)))
-        occurring = {r.reward for r in rows}
-    counted = [i for i, (r, _, finish) in enumerate(facts) if r in occurring and not (filtered and finish == "length")]
+        divisors.add((round(sum(w.tokens for w in weights), 9), round(sum(w.sequences for w in weights), 9)))
+        occurring = {r.reward for r in rows}  # the same for every order
+    counted = [i for i, (r, _, end) in enumerate(rollouts) if r in occurring and not (filtered and end == "length")]
     assert statistics.mean(sums) == pytest.approx(sum(gradients[i] for i in counted), rel=1e-12)
-    assert sizes == {(sum(facts[i][1] for i in counted), len(counted))}
+    assert divisors == {(sum(rollouts[i][1] for i in counted), len(counted))}
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_sibling_mini_batches_have_equal_shares_of_each_reward(processes, count):
-    g = torch.Generator().manual_seed(0)
-    groups = [[(float(torch.rand((), generator=g) < p), 3, "stop") for _ in range(64)] for p in (0.1, 0.5, 0.9)]
+    rng = torch.Generator().manual_seed(0)
+    groups = [[(float(torch.rand((), generator=rng) < p), 3, "stop") for _ in range(64)] for p in (0.1, 0.5, 0.9)]
     rows, subset, kept = chosen(groups, train_on=18)
     slots = [(r.group, r.rollout.index) for r in rows]
     batches = mini_batches(slots, kept, count, "siblings", subset.place)
     for group in range(3):
-        counts = [Counter(rows[i].reward for i in batch if rows[i].group == group) for batch in batches]
-        assert [rewards.total() for rewards in counts] == [18 // count] * count
+        counters = [Counter(rows[i].reward for i in batch if rows[i].group == group) for batch in batches]
+        assert [counter.total() for counter in counters] == [18 // count] * count
         for reward in (0.0, 1.0):
-            assert max(rewards[reward] for rewards in counts) - min(rewards[reward] for rewards in counts) <= 1
+            counts = [counter[reward] for counter in counters]
+            assert max(counts) - min(counts) <= 1

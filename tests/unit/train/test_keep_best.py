@@ -19,18 +19,18 @@ ROWS = {"rollout": {"n": 4, "prompts": 2}, "theory": {"every": 0}}
 
 
 def evaluation(pass_at_1: float, **pass_at_k: float) -> Evaluation:
-    """Return an evaluation with made-up other values. pass_at_k: by "k" and the number."""
+    """Return an evaluation with these pass rates, such as k4=0.5 for pass@4, and arbitrary other values."""
     interval = Interval(pass_at_1, pass_at_1, pass_at_1)
-    passes = {1: pass_at_1, **{int(k[1:]): value for k, value in pass_at_k.items()}}
-    return Evaluation(interval, passes, {}, ["exact"], interval, response_tokens=3.0, prompts=5, samples=4, lost=0)
+    pass_rates = {1: pass_at_1, **{int(k[1:]): value for k, value in pass_at_k.items()}}
+    return Evaluation(interval, pass_rates, {}, ["exact"], interval, response_tokens=3.0, prompts=5, samples=4, lost=0)
 
 
 def trainer_of(model, processes, tmp_path, planted, **train):
-    """Return a run that evaluates after every step except the last; planted: the scores by step."""
+    """Return a run that evaluates after every step except the last; planted: the evaluations by step."""
     settings = {"steps": 9, "keep_best": "pass_at_1", "keep_checkpoints": 1, "checkpoint_every": 0, **train}
     changes = {**ROWS, "run": {"seed": 3, "dir": str(tmp_path)}, "train": settings, "evaluate": {"every": 1}}
     trainer = make_trainer(model[0], processes, configured(changes), fakes.Engine())
-    trainer.held_out = [None]
+    trainer.held_out = [None]  # not empty, so that the run evaluates
     trainer.state.initial_evaluation = {}
     trainer.evaluate = lambda _: planted[trainer.state.step]
     return trainer
@@ -44,6 +44,7 @@ def saved(tmp_path):
 
 
 def run_to(trainer, step):
+    """Run until a step is done, and return whether the run is complete."""
     return trainer.run(None, fakes.Notes(), lambda: trainer.state.step == step)
 
 
@@ -65,13 +66,13 @@ def test_best_and_newest_checkpoints_stay(processes, model, tmp_path):
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_00000003\npass_at_1 0.5\n"
 
 
-@pytest.mark.parametrize(("metric", "expected"), [("pass_at_1", 2), ("pass_at_k", 1)])
-def test_keep_best_uses_the_chosen_metric(processes, model, tmp_path, metric, expected):
+@pytest.mark.parametrize(("metric", "best_step"), [("pass_at_1", 2), ("pass_at_k", 1)])
+def test_keep_best_uses_the_chosen_metric(processes, model, tmp_path, metric, best_step):
     """pass_at_k means the largest k."""
     planted = {1: evaluation(0.1, k2=0.3, k16=0.9), 2: evaluation(0.2, k2=0.8, k16=0.7), 3: evaluation(0.1)}
     trainer = trainer_of(model, processes, tmp_path, planted, keep_best=metric)
     assert not run_to(trainer, 2)
-    assert saved(tmp_path)[2] == Best(expected, metric, {"pass_at_1": 0.2, "pass_at_k": 0.9}[metric])
+    assert saved(tmp_path)[2] == Best(best_step, metric, {"pass_at_1": 0.2, "pass_at_k": 0.9}[metric])
 
 
 def test_resumed_run_knows_the_best_score(processes, model, tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import fakes
 import pytest
 import torch
-from unit.train.test_nonfinite_rows import Sums
+from unit.train.test_nonfinite_rows import SftData
 from unit.train.test_updates_counted import trainer_of
 
 from megatron_brorl.config.schema import OptimConfig, SftConfig
@@ -48,10 +48,10 @@ def test_closed_forms(optim, total, expected):
 
 
 def last_rates(trainer, plan):
-    """Return the learning rates of actor and critic in the last update of each step. plan: whether it has a signal."""
+    """Return (actor, critic) learning rates in the last update of each step. plan: whether a step has a signal."""
     rates = []
-    for signal in plan:
-        trainer.runner.pool.all_right = not signal
+    for has_signal in plan:
+        trainer.runner.pool.all_right = not has_signal
         metrics, _ = trainer.train_step()
         rates.append((metrics["lr"], metrics.get("critic_lr")))
     return rates
@@ -61,18 +61,17 @@ def test_decay_spans_the_run_and_continues_after_resume(processes, model, tmp_pa
     """Five steps of two updates each. The third step has no update, so the run ends at update 8 of 10."""
     optim = {"lr_schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2}
     changes = {"optim": optim, "train": {"steps": 5}}
-    whole = trainer_of(model, processes, changes, tmp_path)
-    rates = last_rates(whole, (True, True, False))
-    whole.save()
+    first = trainer_of(model, processes, changes, tmp_path)
+    rates = last_rates(first, (True, True, False))
+    first.save()
     resumed = trainer_of(model, processes, changes, tmp_path)
     resumed.restore(tmp_path / "checkpoints" / "step_00000003")
     rates += last_rates(resumed, (True, True))
-    # Updates 1, 3, 5 and 7 of T = 10 with W = 2: x = (u - 2) / 8.
+    # The last updates of the steps are u = 1, 3, 5 and 7 of 10. After 2 of warm-up, (u - 2) / 8 of the decay is done.
     expected = [1e-3, *(1e-3 * (0.2 + 0.8 * (1 - (u - 2) / 8)) for u in (3, 5, 7))]
     assert [lr for lr, _ in rates if lr] == pytest.approx(expected, rel=1e-12)
     assert rates[2][0] == 0
-    groups = resumed.models.actor.optimizer.param_groups
-    assert {group["lr"] for group in groups} == {rates[-1][0]}
+    assert {group["lr"] for group in resumed.models.actor.optimizer.param_groups} == {rates[-1][0]}
 
 
 def test_actor_and_critic_decay_over_their_own_updates(processes, model):
@@ -104,7 +103,7 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     source = SimpleNamespace(prompts=lambda _start, _count: prompts)
     rows = []
     writer = SimpleNamespace(write=lambda _step, metrics, _seconds: rows.append(metrics))
-    sft(trainer_of(model, processes, {}).models.actor, source, Sums(), config, optim, writer, fakes.Notes())
+    sft(trainer_of(model, processes, {}).models.actor, source, SftData(), config, optim, writer, fakes.Notes())
     assert [row["lr"] for row in rows] == pytest.approx([1e-3, 1e-3, 0.875e-3, 0.75e-3, 0.625e-3], rel=1e-12)
 
     exact = copy.deepcopy(model[1]).double()

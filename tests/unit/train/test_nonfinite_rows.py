@@ -24,7 +24,7 @@ N = 32
 TOKENS = 12
 NAN = float("nan")
 INF = float("inf")
-ROWS = {("p/0", 3): NAN, ("p/1", 0): -INF, ("p/1", 31): INF, ("p/2", 17): NAN}  # of the engine's log-probs
+ROWS = {("p/0", 3): NAN, ("p/1", 0): -INF, ("p/1", 31): INF, ("p/2", 17): NAN}  # last log-probs of the engine
 PPO = {"algo": {"advantage": "gae"}, "critic": {"lr": 2e-3}}
 
 
@@ -47,11 +47,11 @@ def token_of_few(groups):
     raise AssertionError("no such token")
 
 
-def poison(module, token, active=lambda: True):
+def poison(module, token):
     """Make the embedding of `token` NaN in every forward pass; the weights stay finite."""
 
     def hook(_module, _args, kwargs, output):
-        return output.masked_fill(kwargs["input_ids"].T.eq(token)[..., None], NAN) if active() else output
+        return output.masked_fill(kwargs["input_ids"].T.eq(token)[..., None], NAN)
 
     module.embedding.register_forward_hook(hook, with_kwargs=True)
 
@@ -89,7 +89,7 @@ def test_an_update_with_nan_activations_is_skipped(processes, model, capfd, shar
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.models.actor.hf_tensors())
     warning = capfd.readouterr().err
     assert "its gradient is not finite; its rows are: p/0/0, p/0/1, " in warning
-    assert f" and {3 * N - 16} more\n" in warning
+    assert f" and {3 * N - 16} more\n" in warning  # after the names of 16 rows
 
 
 def value_loss(left_out):
@@ -100,24 +100,24 @@ def value_loss(left_out):
         for i, (row, reward) in enumerate(zip(siblings, rewards, strict=True))
         if (prompt.id, i) not in left_out
     ]
-    return sum(n * reward**2 for n, reward in rows) / sum(n for n, _ in rows) / 2
+    return sum(tokens * reward**2 / 2 for tokens, reward in rows) / sum(tokens for tokens, _ in rows)
 
 
 @pytest.mark.parametrize("changes", [{"algo": {"mini_batches": 2, "epochs": 2}}, PPO], ids=["two epochs", "gae"])
 def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
     """A row with NaN in one pass is left out of all, as if its engine log-probs were NaN."""
     critic = "critic" in changes
-    first = trainer_of(model, processes, changes)
-    token, left_out = token_of_few(first_step(first.config.run.seed, 3, N, TOKENS))
-    poison(first.models.critic.critic if critic else first.models.actor.actor, token)
-    second = trainer_of(model, processes, changes, dict.fromkeys(left_out, NAN))
-    values = first.train_step()[0]
-    expected = second.train_step()[0]
+    trainer = trainer_of(model, processes, changes)
+    token, left_out = token_of_few(first_step(trainer.config.run.seed, 3, N, TOKENS))
+    poison(trainer.models.critic.critic if critic else trainer.models.actor.actor, token)
+    reference = trainer_of(model, processes, changes, dict.fromkeys(left_out, NAN))
+    values, _ = trainer.train_step()
+    expected, _ = reference.train_step()
     for key in ("nonfinite_rows", "finite_rows", "updates", "trained_tokens", "loss", "grad_norm", "reward"):
         assert values[key] == expected[key], key
     assert (values["nonfinite_rows"], values["updates_skipped"]) == (len(left_out), 0)
-    weights = dict(second.models.actor.hf_tensors())
-    assert all(torch.equal(weights[name], tensor) for name, tensor in first.models.actor.hf_tensors())
+    weights = dict(reference.models.actor.hf_tensors())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.models.actor.hf_tensors())
     if critic:
         expected_loss = value_loss(left_out)
         assert values["value_loss"] == pytest.approx(expected_loss, rel=1e-6)
@@ -158,7 +158,7 @@ def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, 
     ],
 )
 def test_steps_that_count_as_nonfinite(figures, expected):
-    assert count_nonfinite_steps(2, figures) == expected
+    assert count_nonfinite_steps(before=2, metrics=figures) == expected
 
 
 def break_a_weight(trainer):
@@ -176,8 +176,8 @@ def break_a_weight(trainer):
     return name
 
 
-class Sums:
-    """Return prompts with answers and their tokens."""
+class SftData:
+    """A source and a tokenizer: prompts whose answer is 7, with the tokens 7 and 11."""
 
     eos_id = 2
 
@@ -198,7 +198,7 @@ def test_sft_stops_if_not_finite(processes, model, lr, message):
     if not lr:
         break_a_weight(trainer)
     with pytest.raises(UserError) as caught:
-        sft(trainer.models.actor, Sums(), Sums(), config, OptimConfig(lr), None, fakes.Notes())
+        sft(trainer.models.actor, SftData(), SftData(), config, OptimConfig(lr), None, fakes.Notes())
     assert str(caught.value).startswith(f"sft {message}")
     assert "nothing is exported" in str(caught.value)
 

@@ -40,7 +40,8 @@ def in_order_of_hash(prompts) -> list[str]:
 def test_step_is_recorded(processes, model, tmp_path):
     """All groups are listed. Two of them have all rollouts with their advantages over the kept rollouts of the step."""
     trainer = trainer_of(model, processes, tmp_path / "rollouts", {"record_groups": 2})
-    figures, seconds = [trainer.train_step() for _ in range(2)][1]
+    trainer.train_step()
+    figures, seconds = trainer.train_step()
     assert seconds["record"] > 0
     prompts = fakes.prompts(PROMPTS, PROMPTS)
     rows = [responses(SEED, p, N, TOKENS, stream=1) for p in prompts]
@@ -53,8 +54,8 @@ def test_step_is_recorded(processes, model, tmp_path):
     assert [g["rollouts"] for g in groups] == [N] * PROMPTS
     assert [i for i, g in enumerate(groups) if g["trained"]] == kept
     assert {g["outcome"] for i, g in enumerate(groups) if i in kept} == {"mixed"}
-    texts = [{" ".join(map(str, r[:-1])) if r[-1] == fakes.STOP else None for r in group} for group in rows]
-    assert [g["distinct"] for g in groups] == list(map(len, texts))
+    answers = [{" ".join(map(str, r[:-1])) if r[-1] == fakes.STOP else None for r in group} for group in rows]
+    assert [g["distinct"] for g in groups] == list(map(len, answers))
     assert [g["tokens"] for g in groups] == pytest.approx([np.mean(list(map(len, group))) for group in rows])
     chosen = in_order_of_hash(prompts)[:2]
     assert {g["prompt_id"]: g["recorded"] for g in groups if g["recorded"]} == dict.fromkeys(chosen, N)
@@ -106,13 +107,13 @@ def test_turns_are_the_parts_of_the_mask(tmp_path):
     groups = [PromptGroup(fakes.prompts(1)[0], round=0, index=0)]
     scored = [ScoredRollout(0, r, reward=0.0, right=False) for r in rows]
     recorded = recorder._table(scored, groups, torch.zeros(1, 4)).to_pylist()
-    whole = " ".join(map(str, ids[:-1]))
+    full_text = " ".join(map(str, ids[:-1]))
     assert [(r["text"], r["token_ids"], r["sampled"]) for r in recorded] == [
-        (whole, ids, mask) for mask in (*masks, masks[1])
+        (full_text, ids, mask) for mask in (*masks, masks[1])
     ]
-    assert [r["answer"] for r in recorded] == [whole, "8", whole, "own"]
-    parts = [r["turns"] and [(turn["text"], turn["sampled"]) for turn in r["turns"]] for r in recorded]
-    assert parts == [None, turns, [(whole, True)], turns]
+    assert [r["answer"] for r in recorded] == [full_text, "8", full_text, "own"]
+    recorded_turns = [r["turns"] and [(turn["text"], turn["sampled"]) for turn in r["turns"]] for r in recorded]
+    assert recorded_turns == [None, turns, [(full_text, True)], turns]
     assert [turn["sequence"] for r in recorded[1:] for turn in r["turns"]] == [0] * 6 + [0, 0, 0, 1, 1]
 
 
@@ -138,29 +139,28 @@ def test_recording_does_not_change_training(processes, model, tmp_path, monkeypa
 def test_resumed_run_records_the_same_bytes(processes, model, tmp_path):
     """Rollouts that were scored before the checkpoint keep their scores and weight versions. A prompt occurs twice."""
     rollout = SAMPLED | {"partial_tokens": 5}
-    whole = trainer_of(model, processes, tmp_path / "whole", rollout=rollout)
-    whole.train_source = FileSource(fakes.prompts(PROMPTS - 1), SEED)
-    for _ in range(5):
-        whole.train_step()
-    first, second = (trainer_of(model, processes, tmp_path / "parts", rollout=rollout) for _ in range(2))
-    for trainer, steps in ((first, 2), (second, 3)):
+    undisturbed = trainer_of(model, processes, tmp_path / "undisturbed", rollout=rollout)
+    first, second = (trainer_of(model, processes, tmp_path / "resumed", rollout=rollout) for _ in range(2))
+    for trainer in (undisturbed, first, second):
         trainer.train_source = FileSource(fakes.prompts(PROMPTS - 1), SEED)
-        if trainer is second:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
-                second.restore(checkpoint.find(tmp_path / "checkpoints"))
-            second.sync_weights()
-        for _ in range(steps):
-            trainer.train_step()
-        if trainer is first:
-            first.save()
-    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "parts").iterdir()} == expected
-    late = read_rollouts(tmp_path / "whole", LogEntry("step", 2)).to_pylist()
-    assert any(len(r["versions"]) > 1 for r in late)
-    waited = [r for r in late if r["versions"][-1]["version"] < 2]
-    assert waited
-    assert all(r["reason"] == f"judged {r['text']!r}" for r in waited if r["finish"] == "stop")
+    for _ in range(5):
+        undisturbed.train_step()
+    for _ in range(2):
+        first.train_step()
+    first.save()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
+        second.restore(checkpoint.find(tmp_path / "checkpoints"))
+    second.sync_weights()
+    for _ in range(3):
+        second.train_step()
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "undisturbed").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "resumed").iterdir()} == expected
+    after_resume = read_rollouts(tmp_path / "undisturbed", LogEntry("step", 2)).to_pylist()
+    assert any(len(r["versions"]) > 1 for r in after_resume)
+    scored_before = [r for r in after_resume if r["versions"][-1]["version"] < 2]
+    assert scored_before
+    assert all(r["reason"] == f"judged {r['text']!r}" for r in scored_before if r["finish"] == "stop")
 
 
 def test_evaluation_is_recorded_and_printed(processes, model, tmp_path):
@@ -176,7 +176,7 @@ def test_evaluation_is_recorded_and_printed(processes, model, tmp_path):
     assert [(g["prompt_id"], g["right"], g["trained"], g["recorded"]) for g in groups] == [
         (p.id, sum(map(right, samples[p.id])), False, 4) for p in prompts
     ]
-    assert sum(g["right"] for g in groups) / 20 == pytest.approx(evaluation.pass_at_1.mean)
+    assert sum(g["right"] for g in groups) / (5 * 4) == pytest.approx(evaluation.pass_at_1.mean)
     recorded = read_rollouts(tmp_path / "rollouts", LogEntry("evaluation", 1)).to_pylist()
     assert {(r["prompt_id"], r["sibling"]): r["token_ids"] for r in recorded} == rows
     assert {r["advantage"] for r in recorded} == {None}

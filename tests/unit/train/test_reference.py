@@ -34,7 +34,7 @@ def test_reset_after_evaluations_without_improvement():
     counter = EarlyStopping()
     for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
         counter.record(score)
-        resets.append(bool(reference.reset_reason(1, evaluations=counter.count)))
+        resets.append(bool(reference.reset_reason(step=1, evaluations=counter.count)))
         if resets[-1]:
             counter.count = 0
     # 0.4 is the best until 0.41. The second evaluation without a new best resets the reference and the count.

@@ -60,7 +60,7 @@ def test_evaluation_separates_groups_of_one_prompt(processes, model):
     a, b = fakes.prompts(2)
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=TOKENS, stop_ids=(fakes.STOP,))
     answers = sample_answers(trainer.runner, [a, b, a], n=40, sampling=sampling)
-    keys = [stream_key(SEED, "evaluate", *name) for name in (("p/0",), ("p/1",), (1, "p/0"))]  # 1: occurrence
+    keys = [stream_key(SEED, "evaluate", *name) for name in (("p/0",), ("p/1",), (1, "p/0"))]  # 1: second group
     assert [(result.prompt.id, result.index) for result in answers] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
     assert [result.right / result.samples for result in answers] == [rate(key, 40) for key in keys]
     assert answers[0].right != answers[2].right
@@ -69,12 +69,12 @@ def test_evaluation_separates_groups_of_one_prompt(processes, model):
 def test_repeated_rollouts_name_the_engine(processes, model):
     """Run the built-in engine with a sampler that gives all rollouts the same random numbers."""
 
-    def same(logits, keys, index, *rest):
+    def sample_same(logits, keys, index, *rest):
         return sample_tokens(logits, keys, torch.zeros_like(index), *rest)
 
     trainer = make_trainer(model[0], processes, configured({"rollout": {"n": 4}}), engine=None)
     shape = trainer.models.actor.shape
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows=100, sample=same)
+    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows=100, sample=sample_same)
     trainer.runner = replace(trainer.runner, engine=type(trainer.runner.engine)(engine, timeout_s=60.0))
     trainer.stop_ids = ()
     trainer.sync_weights()

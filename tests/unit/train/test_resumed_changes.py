@@ -23,13 +23,13 @@ BEFORE = {"weight_decay": 0.1, "eps": 1e-8, "clip_grad": 1.0, "warmup_steps": 0}
 @pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
 def test_next_step_uses_the_new_settings(processes, model, tmp_path, after, critic):
     gae = {"advantage": "gae"} if critic else {}
-    algo = {"algo": {"mini_batches": 1, **gae}, "critic": {"lr": 2e-3}, "train": {"steps": 5}}
-    first = trainer_of(model, processes, {**algo, "optim": BEFORE}, tmp_path)
+    sections = {"algo": {"mini_batches": 1, **gae}, "critic": {"lr": 2e-3}, "train": {"steps": 5}}
+    first = trainer_of(model, processes, {**sections, "optim": BEFORE}, tmp_path)
     for _ in range(2):
         first.train_step()
     first.save()
 
-    resumed = trainer_of(model, processes, {**algo, "optim": {**BEFORE, **after}}, tmp_path)
+    resumed = trainer_of(model, processes, {**sections, "optim": {**BEFORE, **after}}, tmp_path)
     resumed.restore(tmp_path / "checkpoints" / "step_00000002")
     resumed.sync_weights()
     stage = resumed.models.critic if critic else resumed.models.actor
@@ -43,12 +43,13 @@ def test_next_step_uses_the_new_settings(processes, model, tmp_path, after, crit
     lr = metrics["critic_lr" if critic else "lr"]
     assert metrics["critic_updates" if critic else "updates"] == 1
     names = {p: name for name, p in stage.module.named_parameters()}
-    squares = 0.0
+    squared_norm = 0.0
     for group in adam.param_groups:
         for p in group["params"]:
-            state, old = adam.state[p], before[names[p]]
+            state = adam.state[p]
+            old = before[names[p]]
             gradient = (state["exp_avg"].double() - 0.9 * moments[p][0]) / 0.1
-            squares += float(gradient.square().sum())
+            squared_norm += float(gradient.square().sum())
             m = 0.9 * moments[p][0] + 0.1 * gradient
             v = 0.999 * moments[p][1] + 0.001 * gradient.square()
             t = int(state["step"])
@@ -58,7 +59,7 @@ def test_next_step_uses_the_new_settings(processes, model, tmp_path, after, crit
             expected = old * (1 - lr * decay) - lr * step
             torch.testing.assert_close(p.detach().double(), expected, rtol=1e-5, atol=1e-7)
     norm = metrics["critic_grad_norm" if critic else "grad_norm"]
-    assert squares**0.5 == pytest.approx(min(norm, optim.clip_grad), rel=1e-2)
+    assert squared_norm**0.5 == pytest.approx(min(norm, optim.clip_grad), rel=1e-2)
 
 
 def test_fewer_rollouts_and_prompts(processes, model, tmp_path):

@@ -59,8 +59,8 @@ def by_transformers(model, sampled, temperature, top_p, top_k):
 def test_ratio_is_one_at_the_first_update(processes, model, temperature, old):
     metrics, sampled = step(model, processes, temperature, old_log_probs=old, mini_batches=1, is_cap=0.0)
     expected, mass = by_transformers(model[1], sampled, temperature, top_p=1.0, top_k=0)
-    engine = torch.cat([rollout.log_probs for _, rollout in sampled])
-    torch.testing.assert_close(engine, expected, rtol=0, atol=5e-5)
+    engine_log_probs = torch.cat([rollout.log_probs for _, rollout in sampled])
+    torch.testing.assert_close(engine_log_probs, expected, rtol=0, atol=5e-5)
     torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-6)
     assert metrics["ratio_mean"] == pytest.approx(1, abs=5e-5)
     assert metrics["ratio_max"] == pytest.approx(1, abs=5e-5)
@@ -71,10 +71,10 @@ def test_ratio_is_one_at_the_first_update(processes, model, temperature, old):
 @pytest.mark.parametrize(("top_p", "top_k"), CUTS)
 def test_cut_distribution_shifts_the_ratio(processes, model, top_p, top_k):
     """If engine and trainer agree, pi / pi_rollout is the probability mass that top-p and top-k leave."""
-    metrics, sampled = step(model, processes, 0.7, top_p, top_k, mini_batches=2)
-    uncut, mass = by_transformers(model[1], sampled, 0.7, top_p, top_k)
-    engine = torch.cat([rollout.log_probs for _, rollout in sampled])
-    torch.testing.assert_close((uncut - engine).exp(), mass, rtol=0, atol=5e-5)
+    metrics, sampled = step(model, processes, temperature=0.7, top_p=top_p, top_k=top_k, mini_batches=2)
+    uncut_log_probs, mass = by_transformers(model[1], sampled, 0.7, top_p, top_k)
+    engine_log_probs = torch.cat([rollout.log_probs for _, rollout in sampled])
+    torch.testing.assert_close((uncut_log_probs - engine_log_probs).exp(), mass, rtol=0, atol=5e-5)
     assert 0 < float(mass.mean()) < 0.95
     # The trainer's own log-probabilities are the old policy, from which the first mini-batch has not moved.
     assert metrics["clipped_low"] == metrics["clipped_high"] == 0

@@ -25,7 +25,7 @@ def trainer_of(model, processes, tmp_path, **train):
     return trainer
 
 
-def steps(tmp_path):
+def checkpoint_names(tmp_path):
     return sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
 
 
@@ -55,7 +55,7 @@ def test_only_the_last_save_is_waited_for(processes, model, tmp_path, writes):
     assert trainer.run(None, fakes.Notes(), lambda: False)
     assert writes.saves == [(1, False), (2, False), (3, True)]
     assert not trainer.background_saver.under_way
-    assert steps(tmp_path) == ["latest", "step_00000002", "step_00000003"]
+    assert checkpoint_names(tmp_path) == ["latest", "step_00000002", "step_00000003"]
 
 
 def test_stop_waits_for_the_background_save_and_saves(processes, model, tmp_path, writes):
@@ -93,7 +93,7 @@ def test_refused_background_save_is_repeated(processes, model, tmp_path, writes,
     path = tmp_path / "checkpoints" / "step_00000002"
     assert warning.startswith(f"warning: {path}: cannot be written: {os.strerror(errno.ENOSPC)}")
     assert warning.endswith("saving the current state instead")
-    assert steps(tmp_path) == ["latest", "step_00000003", "step_00000004"]
+    assert checkpoint_names(tmp_path) == ["latest", "step_00000003", "step_00000004"]
 
 
 def test_error_waits_for_the_background_save(processes, model, tmp_path, writes):
@@ -101,7 +101,7 @@ def test_error_waits_for_the_background_save(processes, model, tmp_path, writes)
     writes.before[2] = failed.wait
     trainer = trainer_of(model, processes, tmp_path, steps=9)
     train_step = trainer.train_step
-    # The third step fails.
+    # The third step fails, and lets the write of the second step's checkpoint continue.
     trainer.train_step = lambda: train_step() if trainer.state.step < 2 else (failed.set(), 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run(None, fakes.Notes(), lambda: False)

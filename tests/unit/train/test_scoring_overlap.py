@@ -106,13 +106,11 @@ def test_rounds_of_a_step_share_scores(processes, pool, model, tmp_path):
     """A second round of the same prompts uses the scores of the first one. The next step does not."""
     log = tmp_path / "log"
     trainer = trainer_of(model, processes, pool, fakes.Engine(), log)
-    changes = {"rollout": {"n": N, "prompts": 2, "refills": 1}, "algo": {"dynamic_sampling": True}}
-    trainer.config = configured(changes)
+    trainer.config = configured({"rollout": {"n": N, "prompts": 2, "refills": 1}, "algo": {"dynamic_sampling": True}})
     trainer.train_source.batch = [replace(p, verifier="logged") for p in trainer.train_source.batch[:1]]
     values, _ = trainer.train_step()
     answers = log.read_text().splitlines()
     assert values["prompts_sampled"] == 2  # After one group the step samples a second round.
     assert len(answers) == len(set(answers)) > 10
-    before = len(answers)
     trainer.train_step()
-    assert len(log.read_text().splitlines()) > before
+    assert len(log.read_text().splitlines()) > len(answers)

@@ -69,12 +69,13 @@ def cross_fitted(token: np.ndarray, reward: np.ndarray, p: np.ndarray) -> tuple[
         half = slice(offset, None, 2)
         other_half = slice(1 - offset, None, 2)
         tokens = set(token[half].tolist())
-        better = {j: reward[half][token[half] == j].mean() - reward[half].mean() for j in tokens}
-        s_r = sum(p[j] * b for j, b in better.items())
+        mean = reward[half].mean()
+        weights = {j: reward[half][token[half] == j].mean() - mean for j in tokens}  # R_j by token j
+        s_r = sum(p[j] * r_j for j, r_j in weights.items())
         centred = reward[other_half] - reward[other_half].mean()
         for j in tokens:
             value = centred[token[other_half] == j].sum() / (len(centred) - 1)
-            sampled += value * p[j] * (better[j] - s_r) / n / 2
+            sampled += value * p[j] * (weights[j] - s_r) / n / 2
     return float(gradient), float(sampled)
 
 
@@ -82,12 +83,12 @@ def by_hand(model):
     """Return the metrics: means over the positions of a prompt, averaged over two prompts by their shared tokens."""
     count = 2 * POSITIONS
     key = torch.full((count,), stream_key(3, "theory", 0))
-    us = uniforms(key, torch.arange(count), torch.ones(count, dtype=torch.int64)).view(2, -1).tolist()
+    draws = uniforms(key, torch.arange(count), torch.ones(count, dtype=torch.int64)).view(2, -1).tolist()
     prompt_means = []
     finite_shares = []
-    weights = []
+    shared_tokens = []
     tokens = 0
-    for prompt, numbers in zip(chosen(), us, strict=True):
+    for prompt, numbers in zip(chosen(), draws, strict=True):
         rows, are_right = sampled_responses(prompt)
         tokens += sum(map(len, rows))
         rows_with_prefix = {}
@@ -113,19 +114,19 @@ def by_hand(model):
             q = reward.mean()
             n = len(siblings)
             sampled = np.isin(np.arange(tiny.VOCAB), next_token)
-            better = np.array([reward[next_token == v].mean() - q if sampled[v] else 0.0 for v in range(tiny.VOCAB)])
-            s_r = better @ p
+            r_j = np.array([reward[next_token == j].mean() - q if sampled[j] else 0.0 for j in range(tiny.VOCAB)])
+            s_r = r_j @ p
             gradient, sampled_change = cross_fitted(next_token, reward, p) if n >= 4 else (math.nan, math.nan)
-            # A step on the drawn tokens, and its change of q if all other tokens are wrong (0), or right (1).
-            step = p * (better - s_r) / n
-            bounds = np.array([(p * (other - q) * step)[~sampled].sum() for other in (0.0, 1.0)])
+            # The change of q from undrawn tokens lies between its values if all of these are wrong (0) or right (1).
+            step = p * (r_j - s_r) / n
+            bounds = np.array([(p * (value - q) * step)[~sampled].sum() for value in (0.0, 1.0)])
             at_positions.append(
                 {
                     "exact/unsampled_mass": p[~sampled].sum(),
                     "exact/unsampled_2": (p[~sampled] ** 2).sum(),
                     "exact/s_r": s_r,
-                    "exact/a2": (p[better > 0] ** 2).sum(),
-                    "exact/b2": (p[better < 0] ** 2).sum(),
+                    "exact/a2": (p[r_j > 0] ** 2).sum(),
+                    "exact/b2": (p[r_j < 0] ** 2).sum(),
                     "exact/siblings": n,
                     "estimate/success": q,
                     "estimate/sampled": sampled_change,
@@ -138,11 +139,11 @@ def by_hand(model):
         means = {k: np.nanmean([f[k] for f in at_positions]) for k in at_positions[0]}
         prompt_means.append(means)
         finite_shares.append({k: np.mean(np.isfinite([f[k] for f in at_positions])) for k in at_positions[0]})
-        weights.append(len(shared))
+        shared_tokens.append(len(shared))
     # Positions with an unknown value do not count.
-    shares = {k: [w * f[k] for w, f in zip(weights, finite_shares, strict=True)] for k in prompt_means[0]}
-    whole = {k: np.average([f[k] for f in prompt_means], weights=shares[k]) for k in prompt_means[0]}
-    return whole | {"exact/shared_tokens": sum(weights) / tokens}
+    weights = {k: [n * f[k] for n, f in zip(shared_tokens, finite_shares, strict=True)] for k in prompt_means[0]}
+    averages = {k: np.average([f[k] for f in prompt_means], weights=weights[k]) for k in prompt_means[0]}
+    return averages | {"exact/shared_tokens": sum(shared_tokens) / tokens}
 
 
 def test_token_level_metrics(step, model):
@@ -153,10 +154,10 @@ def test_token_level_metrics(step, model):
 
 
 def test_answers(step):
-    """The fake tokenizer prints tokens, so an answer is the response without its stop token. Cut ones have none."""
+    """The fake tokenizer prints tokens, so an answer is a response without its stop token. A cut one has none."""
     distinct = []
     singles = []
-    pairs = []
+    new_of_two = []
     for prompt in fakes.prompts(3):
         rows, _ = sampled_responses(prompt)
         answers = [tuple(row[:-1]) if row[-1] == fakes.STOP else None for row in rows]
@@ -164,11 +165,11 @@ def test_answers(step):
         distinct.append(len(times))
         singles.append((times == 1).sum())
         # A held-out sibling is new if its answer occurs once, or if only the other held-out sibling has it, too.
-        pairs.append(((times == 1).sum() + 2 * (times == 2).sum() / (N - 1)) / N)
+        new_of_two.append(((times == 1).sum() + 2 * (times == 2).sum() / (N - 1)) / N)
     assert step["theory_good_turing/distinct"] == pytest.approx(np.mean(distinct))
     assert step["theory_good_turing/singletons"] == pytest.approx(np.mean(singles))
     assert step["theory_good_turing/unseen_mass"] == pytest.approx(np.mean(singles) / N)
-    assert step["theory_hold_out/unsampled_mass_2"] == pytest.approx(np.mean(pairs))
+    assert step["theory_hold_out/unsampled_mass_2"] == pytest.approx(np.mean(new_of_two))
     counts = [int(k.rsplit("_", 1)[1]) for k in step if k.startswith("theory_hold_out/u_pos2_") and k[-1].isdigit()]
     assert counts == [2, 4, 8, 16, 32, 64]
 

@@ -29,7 +29,7 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
         return update_policy(worker, experience, *rest)
 
     monkeypatch.setattr(update, "update_policy", record_and_update)
-    first_steps = {}  # by prompt and response
+    first_steps = {}  # the step in which a rollout started, by prompt and response
     updates_before = [0]  # optimizer steps before each step
     stale = 0
     capped = 0
@@ -42,7 +42,7 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
         experience = experiences.pop()
         assert values["updates"] == (updates if len(experience) else 0)
         updates_before.append(updates_before[-1] + int(values["updates"]))
-        terms = 0.0
+        loss_sum = 0.0
         for i, (prompt, row) in enumerate(zip(experience.prompts, experience.responses, strict=True)):
             first_step = first_steps[tuple(prompt.tolist()), tuple(row.tolist())]
             versions = [updates_before[first_step + position // STEP_TOKENS] for position in range(len(row))]
@@ -54,12 +54,12 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
                 torch.testing.assert_close(experience.old_log_probs[i], current, atol=1e-4, rtol=0)
             weight = (current - sampled).exp()
             capped += int((weight > config.algo.is_cap).sum())
-            terms -= float((weight.clamp(max=config.algo.is_cap) * experience.advantages[i]).double().sum())
+            loss_sum -= float((weight.clamp(max=config.algo.is_cap) * experience.advantages[i]).double().sum())
         if updates == 1 and len(experience):
             assert experience.old_log_probs is None  # the actor's current ones, without gradient
             tokens = sum(map(len, experience.responses))
             assert values["trained_tokens"] == tokens
-            assert values["loss"] == pytest.approx(terms / tokens, rel=1e-4, abs=1e-6)
+            assert values["loss"] == pytest.approx(loss_sum / tokens, rel=1e-4, abs=1e-6)
     assert stale > 50
     assert capped > 50
 
@@ -92,6 +92,6 @@ def test_old_group_closes_without_unfinished_rollouts(processes, model, monkeypa
     first, _ = trainer.train_step()
     assert (first["lost_share"], first["carried_rollouts"], first["rollouts"]) == (0, 1, N)
     second, _ = trainer.train_step()
-    assert second["lost_share"] == 1 / (2 * N + 1)
+    assert second["lost_share"] == 1 / (2 * N + 1)  # of two new prompts and the carried rollout
     assert (second["carried_rollouts"], second["rollouts"]) == (0, 3 * N - 1)
     assert not trainer.state.carried.groups

@@ -26,8 +26,8 @@ BATCHES = {
     "all right": ["right"] * 3,
     "all wrong": ["wrong"] * 3,
     "continuous": ["share", "right", "share"],
-    "below 0 and above 1": ["wide", "right", "wide"],
-    "some are NaN": ["holes", "even", "right"],
+    "below 0 and above 1": ["stretched", "right", "stretched"],
+    "some are NaN": ["some_nan", "even", "right"],
     "a group is NaN": ["even", "nan", "even"],
 }
 
@@ -55,15 +55,15 @@ def trainer_of(model, processes, pool, rules, changes):
 
 
 def groups_of(seed, rules):
-    """Return prompts, responses and rewards of a batch, with NaN as 0, and the number of NaNs."""
+    """Return groups of prompt, responses and rewards, with NaN as 0, and the number of NaNs."""
     groups = []
-    holes = 0
+    nan_count = 0
     for prompt, rule in zip(fakes.prompts(3), rules, strict=True):
         rows = responses(seed, prompt, N, TOKENS)
         raw = [RULES[rule](without_stop(row)) for row in rows]
-        holes += sum(map(math.isnan, raw))
+        nan_count += sum(map(math.isnan, raw))
         groups.append((prompt, rows, [0.0 if math.isnan(r) else r for r in raw]))
-    return groups, holes
+    return groups, nan_count
 
 
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic sampling", "every group"])
@@ -77,37 +77,38 @@ def test_step_equals_one_by_hand(processes, pool, model, batch, dynamic):
     values, _ = trainer.train_step()
     after = dict(trainer.models.actor.hf_tensors())
 
-    groups, holes = groups_of(trainer.config.run.seed, rules)
+    groups, nan_count = groups_of(trainer.config.run.seed, rules)
     rewards_of_groups = [group_rewards for _, _, group_rewards in groups]
-    kept = [group for group in groups if not dynamic or len(set(group[2])) > 1]
+    kept = [(p, rows, r) for p, rows, r in groups if not dynamic or len(set(r)) > 1]
     rewards = [r for group_rewards in rewards_of_groups for r in group_rewards]
-    assert values["unscored_share"] == holes / (3 * N)
-    assert (holes > 0) == ("NaN" in batch)
+    assert values["unscored_share"] == nan_count / (3 * N)
+    assert (nan_count > 0) == bool({"some_nan", "nan"} & set(rules))
     assert values["reward"] == pytest.approx(sum(rewards) / (3 * N))
     assert values["kept_share"] == pytest.approx(len(kept) / 3)
     assert values["reward_std"] == pytest.approx(statistics.pstdev(rewards), rel=1e-6)
     # A response is right if its reward is at least reward.correct_at = 1.
     assert values["all_right_share"] == pytest.approx(sum(min(r) >= 1 for r in rewards_of_groups) / 3)
     assert values["all_wrong_share"] == pytest.approx(sum(max(r) < 1 for r in rewards_of_groups) / 3)
-    signal = any(len(set(r)) > 1 for r in rewards_of_groups)
-    assert (why_no_signal(values) is None) == signal
+    has_signal = any(len(set(r)) > 1 for r in rewards_of_groups)
+    assert (why_no_signal(values) is None) == has_signal
     assert values["updates_skipped"] == 0
-    assert signal == (batch not in ("all right", "all wrong"))
-    if signal:
+    assert has_signal == (batch not in ("all right", "all wrong"))
+    if has_signal:
         assert_update(values, model[1], kept, trainer.config.algo.is_cap)
         assert values["updates"] == 1
         assert all(torch.isfinite(tensor).all() for tensor in after.values())
     else:  # nothing to learn: no update, or one whose gradient is exactly 0
         assert values["updates"] == (0 if dynamic else 1)
         assert values["grad_norm"] == 0
-    assert signal != all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    unchanged = all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert unchanged == (not has_signal)
 
 
 def test_step_with_only_nan_rewards_ends_the_run(processes, pool, model):
     trainer = trainer_of(model, processes, pool, ["nan"] * 3, {})
     with pytest.raises(UserError, match="step 1: the verifiers failed on 96 of 96 responses"):
         trainer.train_step()
-    assert trainer.models.actor.optimizer.optimizer.state == {}  # and nothing was trained on them
+    assert trainer.models.actor.optimizer.optimizer.state == {}  # no update
 
 
 def with_reference(trainer, answer):
@@ -120,8 +121,7 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
     trainer = trainer_of(model, processes, pool, ["picky"] * 3, {})
     with_reference(trainer, "4")
     values, _ = trainer.train_step()
-    prompts = fakes.prompts(3)
-    rows = [row for p in prompts for row in responses(trainer.config.run.seed, p, N, TOKENS)]
+    rows = [row for p in fakes.prompts(3) for row in responses(trainer.config.run.seed, p, N, TOKENS)]
     odd = sum(sum(without_stop(row)) % 2 for row in rows)
     assert values["verifier_errors"] == odd > 0
     assert values["unscored_share"] == 0
@@ -134,14 +134,13 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
 
 
 @pytest.mark.parametrize(
-    ("answer", "named"), [("4", "on a reference answer too: KeyError"), (None, "KeyError: 'nonsense'")]
+    ("answer", "detail"), [("4", "on a reference answer too: KeyError"), (None, "KeyError: 'nonsense'")]
 )
-def test_a_step_or_evaluation_whose_responses_all_raised_ends_the_run(processes, pool, model, capfd, answer, named):
+def test_a_step_or_evaluation_whose_responses_all_raised_ends_the_run(processes, pool, model, capfd, answer, detail):
     """Without a reference answer, no check finds the verifier broken."""
     trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
     with_reference(trainer, answer)
-    message = "the verifiers failed on 96 of 96 responses"
-    with pytest.raises(UserError, match=rf"^step 1: {message} .*{named}"):
+    with pytest.raises(UserError, match=rf"^step 1: the verifiers failed on 96 of 96 responses .*{detail}"):
         trainer.train_step()
     assert trainer.models.actor.optimizer.optimizer.state == {}
     broken = "verifier nonsense is broken: it raises on a reference answer too: KeyError: 'nonsense'"
@@ -155,9 +154,10 @@ def test_a_step_or_evaluation_whose_responses_all_raised_ends_the_run(processes,
 def test_reward_correct_at_decides_right_responses(processes, pool, model, correct_at):
     """Check pass@1, the shares of groups and the boost of correct responses. Rewards do not change."""
     changes = {"reward": {"correct_at": correct_at, "cut_off_factor": 1.0}}
-    trainer = trainer_of(model, processes, pool, ["wide", "right", "half"], changes)
+    rules = ["stretched", "right", "half"]
+    trainer = trainer_of(model, processes, pool, rules, changes)
     values, _ = trainer.train_step()
-    groups, _ = groups_of(trainer.config.run.seed, ["wide", "right", "half"])
+    groups, _ = groups_of(trainer.config.run.seed, rules)
     rewards = [group_rewards for _, _, group_rewards in groups]
     assert values["reward"] == pytest.approx(sum(map(sum, rewards)) / (3 * N))
     assert values["all_right_share"] == pytest.approx(sum(min(r) >= correct_at for r in rewards) / 3)
@@ -165,13 +165,13 @@ def test_reward_correct_at_decides_right_responses(processes, pool, model, corre
 
     trainer.held_out = trainer.train_source.batch
     evaluation = trainer.evaluate(fakes.Notes())
-    rewards = []
+    held_out_rewards = []
     for prompt in trainer.held_out:
         rows = responses(trainer.config.run.seed, prompt, trainer.config.evaluate.samples, TOKENS, stream="evaluate")
-        rewards.append([RULES[prompt.verifier](without_stop(row)) for row in rows])
-    right = [sum(r >= correct_at for r in row) / len(row) for row in rewards]
+        held_out_rewards.append([RULES[prompt.verifier](without_stop(row)) for row in rows])
+    right = [sum(r >= correct_at for r in row) / len(row) for row in held_out_rewards]
     assert evaluation.pass_at_1.mean == pytest.approx(sum(right) / 3)
-    assert evaluation.mean_reward.mean == pytest.approx(sum(sum(row) / len(row) for row in rewards) / 3)
+    assert evaluation.mean_reward.mean == pytest.approx(sum(map(statistics.fmean, held_out_rewards)) / 3)
     assert evaluation.mean_reward.low <= evaluation.mean_reward.mean <= evaluation.mean_reward.high
     line = evaluation_line(evaluation.as_dict())
     assert f"mean reward {evaluation.mean_reward.mean:.4g} (95% interval {evaluation.mean_reward.low:.4g} to " in line

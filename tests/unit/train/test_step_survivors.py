@@ -32,8 +32,8 @@ def test_one_of_512_rollouts_lost_and_one_stalled(processes, model, deaf, capfd)
     assert LIMIT_S <= seconds["generate"] <= latest + 1.0  # One second is the delay of a busy machine.
     survivors, everyone = (first_step(config.run.seed, 2, N, TOKENS, lost) for lost in ({KILLED, STALLED}, ()))
     assert_update(values, model[1], survivors, config.algo.is_cap)
-    whole = update(model[1], everyone, config.algo.is_cap)
-    assert abs(values["loss"] - whole[0]) > 1e-4 * abs(whole[0])  # The two lost rollouts matter.
+    loss_of_all, _, _ = update(model[1], everyone, config.algo.is_cap)
+    assert abs(values["loss"] - loss_of_all) > 1e-4 * abs(loss_of_all)  # The two lost rollouts matter.
     assert values["rollouts"] == 2 * N - 2
     assert values["lost_share"] == 2 / (2 * N)
     assert values["slow_rollouts"] == 2
@@ -41,8 +41,8 @@ def test_one_of_512_rollouts_lost_and_one_stalled(processes, model, deaf, capfd)
     assert len(warnings) == (3 if deaf else 2)
     assert all("1 of prompt p/0" in line and "1 of prompt p/1" in line for line in warnings[:2])
     assert trainer.runner.stuck() == deaf
-    # The engine's memory serves the training. An engine that hangs gets no more calls, but its rank still meets the
-    # other ranks of the engine where they wait for its sleep and its wake.
+    # The engine sleeps during the training. An engine that hangs gets no more calls, but its rank joins two barriers,
+    # where the other ranks of the engine wait for the sleep and the wake.
     after = ["barrier", "barrier"] if deaf else ["sleep", "wake", "update_weights"]
     assert engine.verbs == ["wake", "update_weights", "generate", *after]
 
@@ -52,9 +52,8 @@ def test_too_many_lost_rollouts_end_the_run(processes, model):
     config = configured({"rollout": {"n": 32, "prompts": 2, "max_lost_share": 4 / 64}})
     trainer = make_trainer(model[0], processes, config, fakes.Engine(lose=lose))
     trainer.sync_weights()
-    with pytest.raises(
-        UserError, match=r"step 1: 5 of 64 rollouts were lost, more than rollout\.max_lost_share = 0\.0625"
-    ):
+    message = r"step 1: 5 of 64 rollouts were lost, more than rollout\.max_lost_share = 0\.0625"
+    with pytest.raises(UserError, match=message):
         trainer.train_step()
 
 
@@ -62,8 +61,7 @@ def test_too_many_lost_rollouts_end_the_run(processes, model):
 def test_stuck_engine_ends_the_run_after_saving(processes, model, tmp_path):
     """The step is trained and saved. A new process continues as if the rollout had been lost."""
     release = threading.Event()
-    changes = {"rollout": {"timeout_s": 0.5}, "run": {"dir": str(tmp_path)}, "train": {"steps": 3}}
-    config = configured(changes)
+    config = configured({"rollout": {"timeout_s": 0.5}, "run": {"dir": str(tmp_path)}, "train": {"steps": 3}})
     hanging = fakes.Engine(stall={("p/5", 3)}, deaf=release)  # a prompt of the second step
     trainer = make_trainer(model[0], processes, config, hanging, grace_s=0.2)
     trainer.held_out = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import fakes
 import metric_faults
@@ -11,6 +12,8 @@ import pytest
 import torch
 from dist.steps import configured, make_trainer
 
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.parallel.flops import forward_flops, peak_of, training_flops
 from megatron_brorl.parallel.packing import pack
 from megatron_brorl.tracking.progress import progress
 from megatron_brorl.tracking.timeline import Span, Timeline
@@ -49,7 +52,7 @@ def test_waiting_times_of_ranks():
     assert figures["ranks/train_idle"] == 0.25
     assert figures["ranks/generate_idle"] == pytest.approx(0.2)
     assert figures["ranks/weight_sync_idle"] == 0.0
-    assert figures["ranks/idle"] == pytest.approx((2.0 + 10.0) / 80.0)  # of the mean rank's step
+    assert figures["ranks/idle"] == pytest.approx((2.0 + 10.0) / 80.0)  # 10 - 8 s of generate, 40 - 30 s of train
     assert not any("score" in name for name in figures)  # there was none
 
 
@@ -76,19 +79,9 @@ def test_seconds_of_a_rank_exclude_waiting():
     ]
     values = throughput.rank_values(Timeline(spans=spans))
     expected = {"generate": 4.0, "sampled_tokens": 80.0, "train": 2.0 + 6.0 - 3.0, "update_s": 6.0}
-    expected |= {"update_flops": 21.0, "forward_s": 2.0, "forward_flops": 7.0, "kv_peak": 0.5, "kv_sum": 7.5}
-    expected |= {"kv_turns": 50.0, "prompt_tokens": 32.0, "prompt_found": 24.0}
+    expected |= {"update_flops": 21.0, "forward_s": 2.0, "forward_flops": 7.0, "kv_peak": 0.5}
+    expected |= {"kv_sum": 0.25 * 10 + 0.125 * 40, "kv_turns": 50.0, "prompt_tokens": 32.0, "prompt_found": 24.0}
     assert {name: values[name] for name in expected} == expected
-
-
-class Writer:
-    """Store the rows that a run writes."""
-
-    def __init__(self):
-        self.rows = []
-
-    def write(self, step, metrics, seconds):
-        self.rows.append((step, metrics, seconds))
 
 
 def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_path, monkeypatch):
@@ -99,7 +92,8 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
         "train": {"steps": 3},
         "algo": {"mini_batches": 2},
     }
-    writer = Writer()
+    rows = []
+    writer = SimpleNamespace(write=lambda step, metrics, seconds: rows.append((step, metrics, seconds)))
     trainer = make_trainer(model[0], processes, configured(changes), fakes.Engine())
     trainer.held_out = []
     trainer.save = lambda *_, **__: None
@@ -107,7 +101,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
         trainer.run(writer, display, lambda: False)
 
     # A single rank never waits, and the numbers of sampled and trained tokens are known.
-    for _, metrics, seconds in writer.rows:
+    for _, metrics, seconds in rows:
         assert metric_faults.of_row({**metrics, "time": seconds}) == []
         assert seconds["ranks/idle"] == 0.0
         assert seconds["ranks/step_slowest"] == seconds["step"]
@@ -120,10 +114,10 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
         assert {"tok/s/device", "MFU"} <= console_line(metrics, seconds).keys()
 
     # A trace of steps 0 and 2 as metrics.jsonl counts them, inner spans within the outer ones.
-    assert [step for step, _, _ in writer.rows] == [0, 1, 2]
-    first, path = sorted((tmp_path / "traces").iterdir())
-    assert (first.name, path.name) == ("step_000000.json", "step_000002.json")
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [step for step, _, _ in rows] == [0, 1, 2]
+    trace_0, trace_2 = sorted((tmp_path / "traces").iterdir())
+    assert (trace_0.name, trace_2.name) == ("step_000000.json", "step_000002.json")
+    events = [e for e in json.loads(trace_2.read_text())["traceEvents"] if e["ph"] == "X"]
     times = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
     for inner, outer in [
         ("generate", "round"),
@@ -137,7 +131,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
         assert times[outer][0] <= times[inner][0] <= times[inner][1] <= times[outer][1]
     assert sum(e["name"] == "optimizer step" for e in events) == 2
     (generate,) = (e for e in events if e["name"] == "generate")
-    assert generate["args"]["tokens"] == sampled
+    assert generate["args"]["tokens"] == sampled  # of step 2, the last row above
     assert times["weight_sync"][0] >= times["update"][1]
     assert min(begin for begin, _ in times.values()) >= 0
 
@@ -150,9 +144,6 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(processes, tmp_path
 
 def test_flops_equal_a_count_by_hand(model):
     """Count the weights of the model and the pairs of a mask built token by token."""
-    from megatron_brorl.families.shape import read_shape
-    from megatron_brorl.parallel.flops import forward_flops, peak_of, training_flops
-
     shape = read_shape(model[0])
     g = torch.Generator().manual_seed(0)
     prompts = [torch.arange(9)] * 4 + [torch.arange(5)] * 3
@@ -165,9 +156,9 @@ def test_flops_equal_a_count_by_hand(model):
         tokens = sum(len(b.input_ids) for b in batches)
         prompt_tokens = 9 + 5 if share else 4 * 9 + 3 * 5
         assert tokens == prompt_tokens + sum(len(r) - 1 for r in responses)
-        rows = [(len(p), len(p) + len(r) - 1) for p, r in zip(prompts, responses, strict=True)]
-        pairs = sum(i + 1 for begin, end in rows for i in range(begin if share else 0, end))
-        pairs += sum(i + 1 for n in (9, 5) for i in range(n)) if share else 0
+        spans = [(len(p), len(p) + len(r) - 1) for p, r in zip(prompts, responses, strict=True)]
+        pairs = sum(i + 1 for begin, end in spans for i in range(begin if share else 0, end))
+        pairs += sum(i + 1 for n in (9, 5) for i in range(n)) if share else 0  # of each prompt once
         attention = pairs * 4 * 2 * 2 * 48  # 4 layers, 2 products of 2 operations over 48 query components
         expected = 2 * matrices * tokens + 2 * head * sum(map(len, responses)) + attention
         assert forward_flops(shape, batches, shape.vocab) == expected

@@ -145,7 +145,6 @@ def test_evaluations_during_critic_warmup_do_not_end_the_run(processes, model, t
         "critic": {"lr": 1e-3, "warmup_steps": 3},
         "train": {"steps": 9, "patience": 2},
         "evaluate": {"every": 1, "samples": 2},
-        "rollout": {"n": 8, "prompts": 3},
     }
     trainer = trainer_of(model, processes, changes, tmp_path)
     trainer.held_out = fakes.prompts(2, first=1000)
