@@ -33,12 +33,12 @@ def model(tmp_path_factory):
     return directory, module
 
 
-def agent_engine(directory, inner, function=None, format="hermes", sampling=SAMPLING, room=240, **keys):
-    """Return an engine that runs an agent. room: tokens of the messages of a call; keys: of section [agent]."""
+def agent_engine(directory, inner, function=None, format="hermes", sampling=SAMPLING, prompt_tokens=240, **keys):
+    """Return an engine that runs an agent. prompt_tokens: limit of a prompt. keys: of the section [agent]."""
     sections = {"reward": RewardConfig(workers=1), "rollout": RolloutConfig(max_tokens=sampling.max_tokens)}
     config = Config(agent=AgentConfig(**{"function": "f.py:f", **keys}), **sections)
     agent = Agent(config, function, "", load_tokenizer(directory), format)
-    return agent.engine(inner, room + sampling.max_tokens)
+    return agent.engine(inner, context=prompt_tokens + sampling.max_tokens)
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def agents(model, function, max_rows=1000, inner=None):
 
 
 def rows(rollout):
-    """Return (token ids, sampled, log-probs) of each sequence."""
+    """Return (token ids, mask of the sampled ones, log-probs) of each sequence of a rollout."""
     parts = [slice(*ends) for ends in pairwise((*rollout.episode.starts, len(rollout.token_ids)))]
     return [(rollout.token_ids[part], rollout.episode.sampled[part], rollout.log_probs[part]) for part in parts]
 
@@ -97,8 +97,8 @@ def test_log_probs_of_all_tokens_are_those_of_transformers(model):
         assert r.episode.turns == 3
     check_log_probs(model, rollouts)
     tokenizer = load_tokenizer(model[0])
-    first = [r.token_ids[r.episode.sampled][:8].tolist() for r in rollouts]
-    assert sum(tokenizer.encode(tokenizer.decode(ids)) != ids for ids in first) > 4
+    first_8_tokens = [r.token_ids[r.episode.sampled][:8].tolist() for r in rollouts]
+    assert sum(tokenizer.encode(tokenizer.decode(ids)) != ids for ids in first_8_tokens) > 4  # of 8 rollouts
 
 
 async def many(row, client):
@@ -166,7 +166,7 @@ def test_a_sampled_token_is_trained_once(model):
     trained = []
     for r, question in zip(rollouts, ("1 + 2", "hello"), strict=True):
         for ids, sampled, _ in rows(r):
-            ends = torch.cat((sampled[:-1] != sampled[1:], torch.tensor([True]))).nonzero()[:, 0] + 1
-            for begin, end in ends.view(-1, 2).tolist():
+            span_ends = torch.cat((sampled[:-1] != sampled[1:], torch.tensor([True]))).nonzero()[:, 0] + 1
+            for begin, end in span_ends.view(-1, 2).tolist():  # Spans alternate: not sampled, sampled.
                 trained.append((question, ids[:begin].tolist(), ids[begin:end].tolist()))
     assert sorted(trained) == sorted(calls)

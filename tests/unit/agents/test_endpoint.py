@@ -35,7 +35,7 @@ USER = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def endpoint(tmp_path):
-    """Yield a function that returns a client with its endpoint, and the calls that it has submitted."""
+    """Yield a function that opens an endpoint whose calls are completed with these texts, and returns its client."""
     with contextlib.ExitStack() as stack:
         yield lambda *texts, **options: stack.enter_context(opened(tmp_path, texts, **options))
 
@@ -43,7 +43,7 @@ def endpoint(tmp_path):
 @contextlib.contextmanager
 def opened(folder, texts, template=TEMPLATE, answers=True, call_tokens=50, **options):
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=call_tokens, stop_ids=(1,))
-    options = {"max_calls": 9, "room": 400, **options}
+    options = {"max_calls": 9, "prompt_tokens": 400, **options}
     engine = agent_engine(make_hf(folder / "hf", chat_template=template), inner=None, sampling=sampling, **options)
     tokenizer = load_tokenizer(folder / "hf")
     texts = list(texts)
@@ -74,7 +74,7 @@ def ask(client, messages=USER, **options):
 
 FORMATS = [
     ("hermes", TEMPLATE, f"Let me see.\n{CALL}{CALL}", {"city": "Oslo", "days": 2}, 2),
-    # The schema says that a city is a string.
+    # The schema says that a city is a string, so the text 7 does not become a number.
     ("hermes", CODER, f"Let me see.\n{XML}", {"city": "7", "days": 2}, 1),
     ("json", LLAMA, '{"name": "weather", "parameters": {"city": "Rome", "days": 1}}', {"city": "Rome", "days": 1}, 1),
 ]
@@ -171,7 +171,7 @@ def test_a_request_that_would_be_sampled_otherwise_is_refused(endpoint, options,
         ask(client)
 
 
-# Each call samples two tokens.
+# expected: the token limit of each call, or the code of its error. A call samples two tokens: a letter and the stop.
 LIMITS = [
     ({"call_tokens": 20}, {}, [20, 20, 20]),
     ({}, {"max_tokens": 7}, [7, 7, 7]),
@@ -184,14 +184,14 @@ LIMITS = [
 @pytest.mark.parametrize(("limits", "options", "expected"), LIMITS)
 def test_the_smallest_limit_of_tokens_counts(endpoint, limits, options, expected):
     client = endpoint("x", "y", "z", **limits)
-    for limit in expected:
-        if isinstance(limit, int):
+    for limit_or_code in expected:
+        if isinstance(limit_or_code, int):
             ask(client, **options)
-            assert client.submitted.get().limit == limit
+            assert client.submitted.get().limit == limit_or_code
         else:
             with pytest.raises(openai.BadRequestError) as e:
                 ask(client, **options)
-            assert e.value.body["code"] == limit
+            assert e.value.body["code"] == limit_or_code
 
 
 def test_a_retry_waits_for_the_call_that_it_repeats(endpoint):

@@ -80,20 +80,20 @@ def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
     make_hf(tmp_path / "model", chat_template=CHAT + "{% if not enable_thinking %}7 + 7{% endif %}")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     reader = AutoTokenizer.from_pretrained(tmp_path / "model")
-    messages, firsts = [{"role": "user", "content": "12 + 7"}], []
+    messages = [{"role": "user", "content": "12 + 7"}]
+    prompt_ids = []
     with Engine.from_pretrained(tmp_path / "model") as engine:
         for enable in (True, False):
-            [[row]] = engine.sample(
-                [messages], n=1, max_tokens=1, temperature=0, chat_template_kwargs={"enable_thinking": enable}
-            )
-            options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": enable}
+            variables = {"enable_thinking": enable}
+            [[row]] = engine.sample([messages], n=1, max_tokens=1, temperature=0, chat_template_kwargs=variables)
+            options = {"tokenize": False, "add_generation_prompt": True, **variables}
             ids = reader(reader.apply_chat_template(messages, **options), add_special_tokens=False)["input_ids"]
             with torch.no_grad():
                 assert row.token_ids == (int(hf_model(torch.tensor([ids])).logits[0, -1].argmax()),)
-            firsts.append(ids)
-        # All tokens are sampled, including special ones.
+            prompt_ids.append(ids)
+        # At this temperature, 400 draws include each of the special tokens.
         [rows] = engine.sample(["1"], n=400, max_tokens=1, temperature=50.0, stop=("<|user|>",))
-    assert firsts[0] != firsts[1]
+    assert prompt_ids[0] != prompt_ids[1]
     expected = {2: ("<|user|>", "stop"), 3: ("<|assistant|>", "length"), 1: ("", "stop"), 7: ("", "stop")}
     for token, text_and_finish in expected.items():
         assert {(row.text, row.finish) for row in rows if row.token_ids == (token,)} == {text_and_finish}
@@ -109,8 +109,8 @@ def test_the_command_prints_what_transformers_generates(model, capsys, raw):
     messages = [{"role": "user", "content": "12 + 7"}]
     prompt_text = "12 + 7" if raw else reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt = torch.tensor([reader(prompt_text, add_special_tokens=False)["input_ids"]])
-    response = hf_model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0]
-    ids = response[prompt.shape[1] :]
+    generated = hf_model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0]
+    ids = generated[prompt.shape[1] :]
     words = reader.decode([i for i in ids if i != 1])
     ending = "ended by itself" if ids[-1] == 1 else "cut off"
     assert text == "".join(f"--- {i}, {len(ids)} tokens, {ending}\n{printable(words)}\n" for i in range(2))
@@ -135,14 +135,14 @@ def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys
     (tmp_path / "rows.jsonl").write_text('{"prompt": "12 + 7", "answer": "19"}\n')
     reader = AutoTokenizer.from_pretrained(tmp_path / "model")
     text = "1999 short<|user|>add</s><|user|>12 + 7 = ?</s><|assistant|>" if data.chat else "5 + 3 = 8\n12 + 7 ="
-    expected = reader(text, add_special_tokens=False)["input_ids"]
-    prompt = torch.tensor([expected])
-    response = hf_model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0]
-    response = response[len(expected) :].tolist()
+    prompt_ids = reader(text, add_special_tokens=False)["input_ids"]
+    prompt = torch.tensor([prompt_ids])
+    generated = hf_model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0]
+    response = generated[len(prompt_ids) :].tolist()
     assert 1 not in response
     stop = reader.decode(response[:3])
-    ends = next(i for i in range(7) if stop in reader.decode(response[:i]))
-    assert 1 < ends < 5  # the string ends the response, not its maximum length
+    length = next(i for i in range(7) if stop in reader.decode(response[:i]))
+    assert 1 < length < 5  # the string ends the response, not its maximum length
 
     data = replace(data, train=(str(tmp_path / "rows.jsonl"),))
     rollout = RolloutConfig(temperature=1e-6, max_tokens=5, stop_strings=(stop,))
@@ -150,9 +150,10 @@ def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys
     run_info.write(tmp_path, config, resume_step=None, command="", ranks=1, device="")
     tokenizer = load_tokenizer(tmp_path / "model", datetime.date(1999, 12, 31))
     [row] = load_sources(data, tokenizer, max_prompt_tokens=200, seed=0).train.prompts(start=0, count=1)
-    assert list(row.token_ids) == expected
+    assert list(row.token_ids) == prompt_ids
 
-    prompts, sample = [], Engine.sample
+    prompts = []
+    sample = Engine.sample
 
     def recorded(self, *args, **options):
         prompts.extend(args[0])
@@ -162,8 +163,8 @@ def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys
     options = ([], ["--max-tokens", 1, "--temperature", 0, "-n", 2], ["--raw"])
     outputs = [output(capsys, "generate", tmp_path, "12 + 7", *arguments) for arguments in options]
     plain = reader("12 + 7", add_special_tokens=False)["input_ids"]
-    assert [list(ids) for ids in prompts] == [expected, expected, plain]
-    assert outputs[0] == f"--- 0, {ends} tokens, ended by itself\n{printable(reader.decode(response[:ends]))}\n"
+    assert [list(ids) for ids in prompts] == [prompt_ids, prompt_ids, plain]
+    assert outputs[0] == f"--- 0, {length} tokens, ended by itself\n{printable(reader.decode(response[:length]))}\n"
     first = printable(reader.decode(response[:1]))
     assert outputs[1] == "".join(f"--- {i}, 1 tokens, cut off\n{first}\n" for i in range(2))
 

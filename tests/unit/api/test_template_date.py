@@ -52,11 +52,11 @@ def config(tmp_path_factory):
 def today(monkeypatch):
     """Return a function that sets the date of this process."""
 
-    def make(day):
+    def set_date(day):
         clock = SimpleNamespace(date=SimpleNamespace(today=lambda: day))
         monkeypatch.setattr(tokenizers, "datetime", clock)
 
-    return make
+    return set_date
 
 
 class Stopping:
@@ -65,35 +65,35 @@ class Stopping:
 
 
 def test_a_resumed_run_and_its_evaluation_use_the_date_of_the_first_start(config, tmp_path, today):
-    whole, parts = [f"run.dir={tmp_path / 'whole'}"], [f"run.dir={tmp_path / 'parts'}"]
+    uninterrupted, stopped = [f"run.dir={tmp_path / 'uninterrupted'}"], [f"run.dir={tmp_path / 'stopped'}"]
     today(FIRST)
-    expected = train(config, overrides=whole, reward=even)
-    assert not train(config, overrides=parts, reward=even, callbacks=[Stopping()]).finished
+    expected = train(config, overrides=uninterrupted, reward=even)
+    assert not train(config, overrides=stopped, reward=even, callbacks=[Stopping()]).finished
     today(NEXT)
-    resumed = train(config, overrides=parts, reward=even)
+    resumed = train(config, overrides=stopped, reward=even)
     assert without_time(resumed.metrics) == without_time(expected.metrics)
     for step in (0, 1):
         prompts = resumed.groups(step)["prompt"].to_pylist()
         assert all(prompt.startswith("31 Jan 2026 /no_think ") for prompt in prompts if prompt)
-    assert (tmp_path / "parts" / TEMPLATE_DATE).read_text() == "2026-01-31\n"
+    assert (tmp_path / "stopped" / TEMPLATE_DATE).read_text() == "2026-01-31\n"
 
     # An evaluation in the same folder uses the date of the run, and one elsewhere uses today's date.
     verifier = "data.verifier=exact"
-    for name, date in (("parts", FIRST), ("elsewhere", datetime.date.today())):
+    for name, date in (("stopped", FIRST), ("elsewhere", datetime.date.today())):
         process = brorl("evaluate", config, f"run.dir={tmp_path / name}", verifier)
         assert process.returncode == 0, process.stderr
         result = json.loads((tmp_path / name / "evaluation.json").read_text())
         assert result["template_date"] in (str(date), str(datetime.date.today()))  # midnight may pass
         assert result["template_date"] == str(date) or name == "elsewhere"
         assert result["chat_template_kwargs"] == {"enable_thinking": False}
-    compared = brorl("compare", tmp_path / "parts", tmp_path / "elsewhere")
+    compared = brorl("compare", tmp_path / "stopped", tmp_path / "elsewhere")
     assert compared.returncode == 0, compared.stderr
     assert "warning: the chat templates wrote other dates: 2026-01-31 and " in compared.stderr
 
     # Without the file the run cannot be resumed.
-    (tmp_path / "parts" / TEMPLATE_DATE).unlink()
+    (tmp_path / "stopped" / TEMPLATE_DATE).unlink()
     with pytest.raises(UserError, match=r"the date 2026-01-31 .*now 2026-02-01: write 2026-01-31 into run\.dir/"):
-        train(config, overrides=[*parts, "train.steps=3"], reward=even)
+        train(config, overrides=[*stopped, "train.steps=3"], reward=even)
 
 
 def test_a_damaged_date_file_is_an_error(tmp_path):

@@ -59,8 +59,8 @@ class Recorder:
 
 
 @pytest.fixture(scope="module")
-def whole(tables, tmp_path_factory):
-    directory, recorder = tmp_path_factory.mktemp("whole"), Recorder()
+def uninterrupted(tables, tmp_path_factory):
+    directory, recorder = tmp_path_factory.mktemp("uninterrupted"), Recorder()
     return train(tables, overrides=[f"run.dir={directory}"], reward=even, callbacks=[recorder]), recorder
 
 
@@ -68,8 +68,8 @@ def without_time(rows):
     return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 
-def test_callbacks_receive_the_recorded_metrics(whole):
-    result, recorder = whole
+def test_callbacks_receive_the_recorded_metrics(uninterrupted):
+    result, recorder = uninterrupted
     assert result.finished
     # Rewards computed from the recorded texts.
     for step, metrics in recorder.steps:
@@ -89,8 +89,9 @@ def test_callbacks_receive_the_recorded_metrics(whole):
 
 def test_a_finished_run_is_returned_without_training(tables, tmp_path, capfd):
     one_step = {**tables, "train": {**tables["train"], "steps": 1}, "run": {"log": [], "dir": str(tmp_path)}}
-    first, written = train(one_step), tmp_path / "model" / "model.safetensors"
-    before = written.stat().st_mtime_ns
+    first = train(one_step)
+    weights = tmp_path / "model" / "model.safetensors"
+    written_at = weights.stat().st_mtime_ns
     capfd.readouterr()
     again = train(one_step)
     assert (again.finished, again.summary, again.metrics) == (True, first.summary, first.metrics)
@@ -100,17 +101,17 @@ def test_a_finished_run_is_returned_without_training(tables, tmp_path, capfd):
     # Changed values would have no effect, because no step is left.
     with pytest.raises(UserError, match=r"rollout\.n = \d+ -> 6, optim\.lr = \S+ -> 0\.5; run\.dir=OTHER"):
         train(one_step, overrides=["rollout.n=6", "optim.lr=0.5"])
-    assert written.stat().st_mtime_ns == before
+    assert weights.stat().st_mtime_ns == written_at
     assert json.loads((tmp_path / "summary.json").read_text()) == first.summary
     longer = train(one_step, overrides=["train.steps=2"])
     assert (longer.metrics[:1], longer.summary["steps"], len(longer.metrics)) == (first.metrics, 2, 2)
 
 
-def test_the_example_of_the_documentation_runs(whole, tables, tmp_path, monkeypatch):
+def test_the_example_of_the_documentation_runs(uninterrupted, tables, tmp_path, monkeypatch):
     """Run the example of docs/python.md and check its values."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "x").symlink_to(whole[0].directory)
+    (tmp_path / "runs" / "x").symlink_to(uninterrupted[0].directory)
     sections = {**tables, "model": {"path": str(tables["model"]["path"])}}
     with open(tmp_path / "run.toml", "w") as file:
         for name, section in sections.items():
@@ -124,13 +125,13 @@ def test_the_example_of_the_documentation_runs(whole, tables, tmp_path, monkeypa
     assert len(samples) == 64
     assert names["run"].finished
     assert len(names["run"].metrics) == 20
-    texts, right = whole[0].rollouts(1)["text"].to_pylist(), whole[0].rollouts(1)["right"].to_pylist()
-    assert names["wrong"] == [text for text, ok in zip(texts, right, strict=True) if not ok]
-    assert 0 < len(names["wrong"]) < len(texts)
+    rollouts = uninterrupted[0].rollouts(1).to_pylist()
+    assert names["wrong"] == [r["text"] for r in rollouts if not r["right"]]
+    assert 0 < len(names["wrong"]) < len(rollouts)
 
 
 @pytest.mark.parametrize("raised", [StopTraining(), ValueError("plot\nfailed")])
-def test_stopped_runs_resume_bit_exactly(whole, tables, tmp_path, raised):
+def test_stopped_runs_resume_bit_exactly(uninterrupted, tables, tmp_path, raised):
     options = {"overrides": [f"run.dir={tmp_path}"], "reward": even}
     if isinstance(raised, StopTraining):
         stopped = train(tables, callbacks=[Recorder(raised)], **options)
@@ -141,4 +142,4 @@ def test_stopped_runs_resume_bit_exactly(whole, tables, tmp_path, raised):
             train(tables, callbacks=[Recorder(raised)], **options)
         with pytest.raises(UserError, match="was written with another version of this_process"):
             train(tables, overrides=options["overrides"], reward=lambda response, row: 0.5)
-    assert without_time(train(tables, **options).metrics) == without_time(whole[0].metrics)
+    assert without_time(train(tables, **options).metrics) == without_time(uninterrupted[0].metrics)

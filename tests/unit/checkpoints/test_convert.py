@@ -60,8 +60,6 @@ SHAPES = {
     **{family: ((family, True, {}), 2, 2) for family in tiny.FAMILIES},
     **{family: ((family, False, {}), 2, 2) for family in tiny.MIXTURES},
 }
-
-
 CASES = [
     pytest.param(*case, marks=() if i < 3 else pytest.mark.slow, id=n) for i, (n, case) in enumerate(SHAPES.items())
 ]
@@ -97,6 +95,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def copy(models, tmp_path):
+    """A folder with copies of both models, which a test may damage."""
     for name in ("hf", "megatron"):
         shutil.copytree(models / name, tmp_path / name)
     return tmp_path
@@ -137,14 +136,14 @@ LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "up_
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "error"),
+    ("family", "dtype", "tolerance"),
     [("qwen2", torch.float32, 1e-6), ("gemma3", torch.float32, 1e-6), ("qwen3", torch.bfloat16, 2**-8)],
 )
-def test_adapters_of_a_checkpoint_are_merged(tmp_path, family, dtype, error):
-    """Errors are at most one rounding in the dtype of the run. The check accepts the merged model, not the base."""
+def test_adapters_of_a_checkpoint_are_merged(tmp_path, family, dtype, tolerance):
+    """Weights are merged within one rounding in the dtype of the run. convert.verify accepts them, but not the base."""
     base = tmp_path / "hf"
     tiny.make_model(base, family, tied=True)
-    worker = load_worker(base, grid.build(ParallelConfig()), dtype=dtype, lora=LORA)  # convert.verify leaves the grid
+    worker = load_worker(base, grid.build(ParallelConfig()), dtype=dtype, lora=LORA)  # convert.verify destroys it
     for name, parameter in worker.actor.named_parameters():
         if name.endswith(".b"):
             parameter.data.normal_(0, 0.1)
@@ -162,7 +161,7 @@ def test_adapters_of_a_checkpoint_are_merged(tmp_path, family, dtype, error):
             a, b = (adapters[f"base_model.model.{name.replace('weight', f'lora_{x}.weight')}"] for x in "AB")
             expected += 2 * b @ a  # 2 = alpha / rank
         assert merged[name].dtype == dtype
-        assert ((merged[name].double() - expected).abs() <= error * expected.abs() + 1e-7).all(), name
+        assert ((merged[name].double() - expected).abs() <= tolerance * expected.abs() + 1e-7).all(), name
 
     source, shape, _ = convert.open_megatron(saved, base)
     convert.verify(saved, tmp_path / "back", shape, merged=source)
@@ -212,9 +211,9 @@ def test_a_damaged_source_is_named_and_no_files_are_left(copy, file, damage, has
     if not has_manifest:
         (copy / "megatron/manifest.json").unlink()
     damage(copy / file)
-    source = file.partition("/")[0]
-    with pytest.raises(UserError, match=f"{copy / source}.*{re.escape(message)}"):
-        to_megatron(copy / "hf", copy / "out", 2, 1) if source == "hf" else to_hf(copy / "megatron", copy / "out")
+    source = copy / file.partition("/")[0]
+    with pytest.raises(UserError, match=f"{source}.*{re.escape(message)}"):
+        to_megatron(source, copy / "out", tensor=2, pipeline=1) if source.name == "hf" else to_hf(source, copy / "out")
     assert names(copy) == ["hf", "megatron"]
 
 
@@ -262,5 +261,5 @@ def test_memory_is_bounded_by_the_largest_tensor_and_one_file(tmp_path, monkeypa
     to_peak = peak_of_allocations(lambda: to_megatron(tmp_path / "hf", tmp_path / "megatron", tensor, 2), mapped=source)
     back_peak = peak_of_allocations(lambda: to_hf(tmp_path / "megatron", tmp_path / "back"), mapped=source)
     assert 0 < to_peak <= 3 * largest
-    assert 0 < back_peak <= 4 * largest
+    assert 0 < back_peak <= 3 * largest + safetensors_files.MAX_SHARD_BYTES
     assert_same_weights(tmp_path / "hf", tmp_path / "back")

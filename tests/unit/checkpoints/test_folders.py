@@ -20,7 +20,7 @@ def save(actor_state, tmp_path):
 
 
 def files(root: Path) -> dict[str, bytes]:
-    """Return the content of all files below a folder, by path. Files of Megatron are empty."""
+    """Return the content of all files below a folder by path, and b"" instead of the large ones of Megatron."""
     return {
         p.relative_to(root).as_posix(): b"" if p.suffix in (".distcp", ".pt") else p.read_bytes()
         for p in sorted(root.rglob("*"))
@@ -30,20 +30,20 @@ def files(root: Path) -> dict[str, bytes]:
 
 def test_copies_stray_files_and_links_are_neither_loaded_nor_deleted(save, tmp_path, tmp_path_factory):
     first = save(2)
-    stray = ["step_00000009.bak", "step_9", "step_000000009"]
-    for name in stray:
+    copies = ["step_00000009.bak", "step_9", "step_000000009"]
+    for name in copies:
         shutil.copytree(first, tmp_path / name)
     linked = tmp_path_factory.mktemp("linked")
     (tmp_path / "step_00000001").symlink_to(linked)
     for name in ("step_notes.txt", "step_00000000", ".step_00000004.writing", ".step_mine.writing"):
         (tmp_path / name).write_text(name)
     (tmp_path / ".step_00000007.writing" / "x").mkdir(parents=True)
-    before = [files(tmp_path / name) for name in stray]
+    before = [files(tmp_path / name) for name in copies]
     for step in (3, 4, 5):
         assert save(step) == checkpoint.find(tmp_path) == tmp_path / f"step_{step:08d}"
-    stray += [".step_mine.writing", "step_00000000", "step_00000001", "step_notes.txt"]
-    assert names(tmp_path) == sorted([*stray, "latest", "step_00000004", "step_00000005"])
-    assert [files(tmp_path / name) for name in stray[:3]] == before
+    strays = [*copies, ".step_mine.writing", "step_00000000", "step_00000001", "step_notes.txt"]
+    assert names(tmp_path) == sorted([*strays, "latest", "step_00000004", "step_00000005"])
+    assert [files(tmp_path / name) for name in copies] == before
     assert linked.is_dir()
 
 
@@ -66,7 +66,7 @@ def test_repair_completes_a_killed_save(save, tmp_path):
 
 def test_a_pointer_to_no_checkpoint_protects_none_from_rotation(save, tmp_path):
     save(1, keep=1)
-    (tmp_path / "best").write_text("step_0000001\n")
+    (tmp_path / "best").write_text("step_0000001\n")  # seven digits instead of eight
     save(2, keep=1)
     assert names(tmp_path) == ["best", "latest", "step_00000002"]
 

@@ -44,10 +44,10 @@ def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def reindex(directory: Path, **files: str) -> None:
-    """Change the files of some tensors in the index; "" removes a tensor."""
+def reindex(directory: Path, files: dict[str, str]) -> None:
+    """Change the index of a directory. files: names of files by tensor; "" removes the tensor from the index."""
     index = json.loads((directory / INDEX).read_text())
-    index["weight_map"] |= {name.replace("__", "."): file for name, file in files.items()}
+    index["weight_map"] |= files
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file}
     (directory / INDEX).write_text(json.dumps(index))
 
@@ -60,14 +60,14 @@ def index_next_to_one_file(one: Path, sharded: Path) -> Path:
 
 
 def a_tensor_that_the_index_lacks(one: Path, sharded: Path) -> Path:
-    reindex(sharded, model__norm__weight="")
+    reindex(sharded, {"model.norm.weight": ""})
     return sharded
 
 
 def a_tensor_in_another_shard(one: Path, sharded: Path) -> Path:
     """Let the index name the wrong shard for one tensor."""
     other = next(p.name for p in shards(sharded) if "model.norm.weight" not in load_file(p))
-    reindex(sharded, model__norm__weight=other)
+    reindex(sharded, {"model.norm.weight": other})
     return sharded
 
 
@@ -108,7 +108,7 @@ def pickled(one: Path, sharded: Path) -> Path:
 
 
 def an_index_of_another_folder(one: Path, sharded: Path) -> Path:
-    reindex(sharded, model__norm__weight="../one/model.safetensors")
+    reindex(sharded, {"model.norm.weight": "../one/model.safetensors"})
     return sharded
 
 
@@ -166,15 +166,15 @@ def test_a_file_instead_of_a_directory_is_refused(models: Path) -> None:
 def test_save_returns_whether_weights_changed(models: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     stored = load_file(models / "one" / WEIGHTS)
 
-    def differs(**changed: torch.Tensor) -> bool:
-        tensors = {n: changed.get(n.replace(".", "_"), t).to(dtype) for n, t in stored.items()}
+    def differs(changed: dict[str, torch.Tensor]) -> bool:
+        tensors = {name: changed.get(name, tensor).to(dtype) for name, tensor in stored.items()}
         return hugging_face.save(tensors.items(), models / "one", tmp_path / "out", str(dtype).removeprefix("torch."))
 
     norm = stored["model.norm.weight"]
-    assert not differs()
-    assert differs(model_norm_weight=norm + 1)
+    assert not differs({})
+    assert differs({"model.norm.weight": norm + 1})
     # A difference below the precision of the exported type does not count.
-    assert differs(model_norm_weight=norm + 2**-20) == (dtype == torch.float32)
+    assert differs({"model.norm.weight": norm + 2**-20}) == (dtype == torch.float32)
 
 
 def test_a_large_model_is_written_in_shards(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

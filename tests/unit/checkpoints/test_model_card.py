@@ -11,7 +11,7 @@ import yaml
 from megatron_brorl import __version__
 from megatron_brorl.checkpoints.model_card import CARD, InitialModel, TrainingFacts, model_card
 
-BASE = InitialModel("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", {"license": "apache-2.0"})
+BASE = InitialModel(name="Qwen/Qwen2.5-0.5B", hub="Qwen/Qwen2.5-0.5B", licence={"license": "apache-2.0"})
 BEFORE = {"pass_at_1": {"mean": 0.25, "low": 0.125, "high": 0.3751}, "pass_at_k": {"1": 0.25, "2": 0.4, "8": 0.75}}
 BEFORE |= {"mean_reward": {"mean": 0.3, "low": 0.2, "high": 0.45}, "prompts": 1200, "samples": 8}
 AFTER = {**BEFORE, "pass_at_1": {"mean": 0.5, "low": 0.4, "high": 0.6}, "pass_at_k": {"1": 0.5, "2": 0.6, "8": 0.81239}}
@@ -23,7 +23,7 @@ TRAINING = TrainingFacts(
     sizes=[("steps", "30"), ("rollouts per prompt (N)", "512"), ("prompts per step", "24")],
     files=[("data.train", "/home/me/secret place/rows.jsonl", 12345), ("data.held_out", "data/test.jsonl", 1200)],
     verifiers=["math", "/home/me/mine.py:score"],
-    began=86400.0 * 365 + 3599,
+    began=86400.0 * 365 + 3599,  # 1971-01-01 00:59:59 UTC
     before=BEFORE,
     after=AFTER,
 )
@@ -36,9 +36,9 @@ def parts(card: str) -> tuple[dict, str]:
     return yaml.safe_load(front), body
 
 
-def cells(body: str, first: str) -> list[str]:
-    """Return the table row that starts with this cell, without the cell."""
-    (line,) = [line for line in body.splitlines() if line.startswith(f"| {first} |")]
+def cells(body: str, first_cell: str) -> list[str]:
+    """Return the other cells of the table row that starts with `first_cell`."""
+    (line,) = [line for line in body.splitlines() if line.startswith(f"| {first_cell} |")]
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 

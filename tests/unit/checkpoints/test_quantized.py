@@ -60,11 +60,11 @@ def test_shift_equals_plain_loops():
             gap.append(abs(math.log(p[token] / q[token])))
             agree.append(p.index(max(p)) == q.index(max(q)))
     shift = quantized.distribution_shift(*logits, targets)
-    assert shift.tokens == 8
-    assert shift.kl_mean == pytest.approx(sum(kl) / 8)
+    assert shift.tokens == len(kl) == 3 + 5
+    assert shift.kl_mean == pytest.approx(sum(kl) / len(kl))
     assert shift.kl_max == pytest.approx(max(kl))
-    assert shift.gap_mean == pytest.approx(sum(gap) / 8)
-    assert shift.top_agrees == sum(agree) / 8
+    assert shift.gap_mean == pytest.approx(sum(gap) / len(gap))
+    assert shift.top_agrees == sum(agree) / len(agree)
 
 
 @needs_modelopt
@@ -80,7 +80,7 @@ def test_fp8_changes_the_distribution_less_than_int4(model, capsys):
 
 @needs_modelopt
 def test_exported_weights_equal_the_original_within_rounding(model, tmp_path, capsys):
-    """float8 weights times scale equal the weights within half a step of three fraction bits; the rest is bf16."""
+    """float8 weights times scale are within half a step, 1/16 of them or 1/15 of the originals. The rest is bf16."""
     out = tmp_path / "out"
     output(capsys, "quantize", "export", *model, out)
     original = load_file(model[0] / "model.safetensors")

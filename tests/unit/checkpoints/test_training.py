@@ -31,7 +31,7 @@ def begin(actor_state, tmp_path):
 
 
 class Held:
-    """Block saves before they write a file whose name ends like this, until `go` is set."""
+    """Block each save before it writes a file whose name ends with `name`, until `go` is set."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
         self.reached = threading.Event()

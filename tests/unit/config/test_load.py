@@ -152,7 +152,7 @@ def test_each_key_on_the_page_for_users_of_other_trainers_is_answered(tmp_path, 
     for ours, trl, verl, nemo in rows:
         verl = re.sub("`(actor|rollout|model)[.]", r"`actor_rollout_ref.\1.", verl)
         for names in (re.findall(r"`([\w.]+)`", re.sub(r"\(.*?\)", "", cell)) for cell in (trl, verl, nemo)):
-            names_and_answers += [(name, "." if i else ours) for i, name in enumerate(names)]
+            names_and_answers += [(name, "." if i else ours) for i, name in enumerate(names)]  # any key has a "."
     assert len(names_and_answers) > 100
     for name, answer in names_and_answers:
         line = error_line(capsys, "train", write(tmp_path, ""), f"{name}=1")
@@ -179,6 +179,6 @@ SAME_RUN = {  # key of another trainer -> (its value, other values of that train
 def test_conversions_of_values_are_correct(name):
     value, other_values, expected = SAME_RUN[name]
     formula = re.search(r"\((.+)\)$", suggestion(f"train.{name}"))[1]
-    python = re.sub(r"\b(?:algo|rollout|model)\.| of data.train", "", formula.replace(" x ", " * "))
+    expression = re.sub(r"\b(?:algo|rollout|model)\.| of data.train", "", formula.replace(" x ", " * "))
     ours = {"mini_batches": 4, "epochs": 1, "prompts": 64, "context": 2048, "rows": 6400}
-    assert eval(python, {}, {name: value, **other_values, **ours}) == expected
+    assert eval(expression, {}, {name: value, **other_values, **ours}) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -60,9 +59,9 @@ def test_a_recipe_sets_all_relevant_keys_and_cites_sources(name):
     unused_keys = without_effect(config)
     assert tuple(table) == tuple(section for section in SECTIONS if section not in unused_keys)
     for section in table:
-        fields = {f.name for f in dataclasses.fields(getattr(config, section))}
-        unstated = NOT_OF_THE_METHOD.get(section, set()) | {k for k in fields if f"{section}.{k}" in unused_keys}
-        assert fields - table[section].keys() == unstated, section
+        names = {f.name for f in fields(getattr(config, section))}
+        unstated = NOT_OF_THE_METHOD.get(section, set()) | {k for k in names if f"{section}.{k}" in unused_keys}
+        assert names - table[section].keys() == unstated, section
     references = set(re.findall(r"\[[A-Za-z0-9+-]+\]", text.split("\n\n")[0]))
     for line in text.split("\n\n", 1)[1].splitlines():
         if " = " in line:
@@ -134,8 +133,8 @@ QWEN = {  # hidden, layers, heads, kv_heads, ffn, vocab as published; the smalle
 }
 
 
-@pytest.mark.parametrize(("gpu", "column"), [(22, 1), (79, 2), (139, 3)])  # GiB
-def test_table_of_models_and_machines_is_the_memory_plan(gpu, column):
+@pytest.mark.parametrize(("gpu_gib", "column"), [(22, 1), (79, 2), (139, 3)])
+def test_table_of_models_and_machines_is_the_memory_plan(gpu_gib, column):
     """Check memory and numbers of responses, and that no setting fits where the table has a dash."""
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| Qwen2.5-(\S+) \| all weights \| (.+) \|\n\| \| LoRA \| (.+) \|$", page, flags=re.M)
@@ -147,17 +146,17 @@ def test_table_of_models_and_machines_is_the_memory_plan(gpu, column):
         shape = parse_shape(published | {"tie_word_embeddings": tied}, "test")
         for rank, cell in zip((0, 16), cells, strict=True):
             text = cell.split(" | ")[column]
-            needs = []  # (bytes for training, responses that fit) for each length
+            needs = []  # (bytes for training, responses that fit) for each length. Prompts have 512 tokens.
             for tokens in (1024, 7680):
                 keys = {"model.dtype": "bf16", "rollout.dtype": "bf16", "rollout.engine": "vllm", "lora.rank": rank}
                 keys |= {"rollout.max_tokens": tokens, "model.context": tokens + 512, "data.train": '["x.jsonl"]'}
-                keys |= {"train.recompute": "full"} if "(r" in text or text == "-" else {}
+                keys |= {"train.recompute": "full"} if "(r" in text or text == "-" else {}  # "(r)" or "(r, o)"
                 keys |= {"train.offload": "true"} if "o)" in text or text == "-" else {}
                 config = load_table({}, "test", [f"{key}={value}" for key, value in keys.items()])
-                plan = plan_stage(config, shape, Machines(ranks=1, ranks_per_node=1, gpu=gpu * 2**30, here=False))
-                needs.append((sum(plan.training.values()), plan.rows(gpu * 2**30)))
+                plan = plan_stage(config, shape, Machines(ranks=1, ranks_per_node=1, gpu=gpu_gib * 2**30, here=False))
+                needs.append((sum(plan.training.values()), plan.rows(gpu_gib * 2**30)))
             if text == "-":
-                assert needs[0][0] > gpu * 2**30, (model, rank)
+                assert needs[0][0] > gpu_gib * 2**30, (model, rank)
             else:
                 memory, *responses = re.findall(r"[\d,.]*\d", text)
                 assert f"{needs[0][0] / 2**30:.1f}" == memory

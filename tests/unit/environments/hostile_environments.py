@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import Any
 
-BARRIER = threading.Barrier(32)
+BARRIER = threading.Barrier(32)  # as many as the episodes that test_pool.py lets wait at the same time
 LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 IMPORTS = "import contextlib, ctypes, os, signal, sys, threading\n"
 

@@ -27,7 +27,7 @@ class Tools(Calculator):
         """
         return ""
 
-    number, helper = 3, staticmethod(len)
+    number, helper = 3, staticmethod(len)  # Both are public, but neither is a method of an object.
 
     def _private(self) -> None: ...
 
@@ -129,7 +129,7 @@ TAGS = ["</think>", "</tool_call>", "</call>", "<think>", "<tool_call>{", "</par
 
 
 def written(format: str, value: str) -> str:
-    """Return a call of `look` with the argument `a`, as templates write it. JSON is that of CPython."""
+    """Return a call of the tool `look` with `value` as its argument `a`, as chat templates of a format write it."""
     arguments = json.dumps({"a": value})
     return {
         "hermes": f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>',
@@ -140,7 +140,7 @@ def written(format: str, value: str) -> str:
 
 
 def read_back(format: str, text: str, **options: bool) -> list[Any]:
-    """Return the argument of each call, or the error of a malformed one."""
+    """Return the argument `a` of each call, or the error of a malformed one. Format "hermes" includes "xml"."""
     calls = find_calls(text, "hermes" if format == "xml" else format, **options)
     return [c.error or (json.loads(c.arguments) if isinstance(c.arguments, str) else c.arguments)["a"] for c in calls]
 

@@ -69,7 +69,7 @@ WAIT = "with contextlib.suppress(threading.BrokenBarrierError): BARRIER.wait()"
 WRITE = "for fd in range(3, 64):\n with contextlib.suppress(OSError): os.write(fd, {})"
 NOT_REPLIES = ["b'[' * 100_000 + b'\\n'", "b'[-1, [[], false, null, 0, 0]]\\n'", "b'x' * (3 << 20)"]
 
-# (method, code of the method, expected content, or the begin of the reason of the end)
+# (method, code that it runs, expected content or, if the episode ends, the beginning of the reason)
 CASES = [
     ("reset", "result = (i for i in ())", f"{RAISED}TypeError: Object of type generator is not JSON serializable"),
     ("act", "raise ValueError('with \\x1b[31m and \\ud800\\nlines')", f"{RAISED}ValueError: with ?[31m and ?"),
@@ -135,9 +135,9 @@ MALFORMED = [
 def test_a_malformed_call_gives_an_error_to_the_model(tools, text, message):
     reset(tools, 0)
     reply = step(tools, 0, f"{hermes('add', {'a': '2', 'b': 3})} and {text}")
-    good, *turns, bad = reply.messages
+    good, *turns, bad = reply.messages  # A reply has at most 16 calls, of which `add` is the first.
     assert good == {"role": "tool", "name": "add", "content": "5"}
-    assert [m["content"] for m in turns] == [f"turn {i + 1}" for i in range(15 * (text == ACT * 20))]
+    assert [m["content"] for m in turns] == [f"turn {i + 1}" for i in range(16 - 1 if text == ACT * 20 else 0)]
     assert bad["content"].startswith("error: ")
     assert message in bad["content"]
     assert len(bad["content"]) < 300
@@ -146,7 +146,7 @@ def test_a_malformed_call_gives_an_error_to_the_model(tools, text, message):
 
 
 def test_calls_that_wait_run_at_the_same_time_and_episodes_keep_their_state(tools):
-    episodes = range(0, 64, 2)
+    episodes = range(0, 64, 2)  # 32 episodes in one process. Their calls return after all of them have begun.
     for i in episodes:
         reset(tools, i, act=f"BARRIER.wait(); result = {100 * i} + self.turns")
     replies = queue.Queue()

@@ -31,8 +31,8 @@ def make_run(
     rewards: tuple[float, float] | None = None,
     rights: tuple[list[int], list[int]] | None = None,
     ended: bool = True,
-    recorded: bool = True,
-    record: bool = True,
+    record_rollouts: bool = True,
+    write_run_json: bool = True,
 ) -> Path:
     """Write a run.
 
@@ -40,7 +40,7 @@ def make_run(
     rewards of these evaluations if they differ from the rates. rights: right samples of each prompt at the first and at
     later evaluations, instead of the rates.
 
-    ended: write summary.json. recorded: record rollouts. record: write run.json.
+    ended: write summary.json, as a run does at its end.
     """
     random = np.random.default_rng(3)
     last = max([*evaluations, steps, 1])
@@ -48,26 +48,26 @@ def make_run(
     def rate(step: float) -> float:
         return rates[0] + (rates[1] - rates[0]) * step / last
 
-    # Held-out prompts, and training prompts that repeat.
+    # Evaluations have held-out prompts. Each step has 6 of 8 training prompts, so that these repeat.
     shares = {}
     for number in evaluations:
         right = np.array(rights[number > 0]) if rights else random.binomial(samples, rate(number), prompts)
         shares[number] = float(right.mean() / samples)
-        if recorded:
+        if record_rollouts:
             names = [f"held/{i} & <b>" for i in range(prompts)]
             mean = rewards and rewards[0] + (rewards[1] - rewards[0]) * number / last
-            _write(folder, LogEntry("evaluation", number), names, right, n=samples, mean=mean)
+            _write(folder, LogEntry("evaluation", number), names, right, n=samples, mean_reward=mean)
     with closing(MetricsWriter(folder)) as writer:
         for step in range(steps):
             right = random.binomial(n, rate(step), 6)
             names = [f"train/{(step + i) % 8}" for i in range(6)]
-            if recorded:
-                _write(folder, LogEntry("step", step), names, right, n=n, recorded_siblings=8, first=2)
+            if record_rollouts:
+                _write(folder, LogEntry("step", step), names, right, n=n, recorded_siblings=8, recorded_groups=2)
             writer.write(step, _metrics(step, right, n, shares.get(step + 1)), _seconds(step))
 
     if ended:
         (folder / "summary.json").write_text(json.dumps(_summary(shares, prompts, steps, n)))
-    if record:
+    if write_run_json:
         config = {"run": {"seed": 7}, "rollout": {"n": n}, "train": {"steps": steps}}
         command = "brorl train --processes 2 run.toml"
         start = {"time": "2026-11-23T02:00:00+0000", "step": 0, "ranks": 2, "command": command}
@@ -132,17 +132,17 @@ def _write(
     rights: Any,
     n: int,
     recorded_siblings: int | None = None,
-    first: int | None = None,
-    mean: float | None = None,
+    recorded_groups: int | None = None,
+    mean_reward: float | None = None,
 ) -> None:
-    """Write a moment. The `first` groups record rollouts, `recorded_siblings` each; None: all. mean: mean reward."""
+    """Write a moment with the first `recorded_siblings` rollouts of the first `recorded_groups` groups; None: all."""
     groups = []
     rollouts = []
     for g, (name, right) in enumerate(zip(names, rights.tolist(), strict=True)):
         siblings = [_rollout(g, name, i, 5 * i % n < right, moment) for i in range(n)]  # right siblings are spread
-        recorded = len(siblings[:recorded_siblings]) if first is None or g < first else 0
+        recorded = len(siblings[:recorded_siblings]) if recorded_groups is None or g < recorded_groups else 0
         rollouts += siblings[:recorded]
-        reward = right / n if mean is None else mean + 0.1 * (-1) ** g
+        reward = right / n if mean_reward is None else mean_reward + 0.1 * (-1) ** g  # +0.1 and -0.1 cancel in the mean
         trained = moment.kind == "step" and 0 < right < n
         groups.append(group(g, siblings, recorded, task=TASKS[g % 2], reward=reward, trained=trained))
     rollout_log.write_groups(folder / "rollouts", moment, pa.Table.from_pylist(groups, GROUPS))

@@ -13,7 +13,7 @@ from megatron_brorl.report.comparison import compare, read_answers
 
 
 def answers(shift):
-    """Return three prompts of one benchmark and two of another, with 4 samples each."""
+    """Return rows by (benchmark, id), with 4 samples each. shift: added to `right`, and subtracted from `tokens`."""
     rights = {("math", "a"): 1, ("math", "b"): 2, ("math", "c"): 0, ("code", "a"): 3, ("code", "b"): 1}
     return {
         (name, row): {"benchmark": name, "id": row, "samples": 4, "right": right + shift, "tokens": 10.0 + i - shift}
@@ -116,7 +116,7 @@ def test_table_and_figure_of_an_evaluation():
     text = comparison.evaluation_markdown(result)
     cells = "30.00% (20.00% to 40.00%) | 0.35 (0.3 to 0.4) | 60.00% | 30.0 |"
     assert f"| aime | exact, math | 7 | 8 | {cells}" in text
-    cells = "45.00% (35.00% to 55.00%) | 0.5 (0.45 to 0.55) | 75.00% | 20.5 |"
+    cells = "45.00% (35.00% to 55.00%) | 0.5 (0.45 to 0.55) | 75.00% | 20.5 |"  # e.g. 20.5 = (30 + 11) / 2
     assert f"| mean of benchmarks |  | 7 | 8 | {cells}" in text
     assert "| gcd | 25.00% (12.50% to 50.00%) |" in text
     figure = comparison.evaluation_figure(result)

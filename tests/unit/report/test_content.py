@@ -55,9 +55,8 @@ def test_curves_are_the_lines_of_metrics(folder, run):
     names = {name for row in rows for name in row} - {"step", "nonfinite", "time"}
     assert set(curves["values"]) == names | {f"time/{name}" for name in rows[0]["time"]}
     for name in names:
-        assert curves["values"][name] == [
-            pytest.approx(v) if (v := row.get(name)) is not None else None for row in rows
-        ]
+        recorded = [row.get(name) for row in rows]
+        assert curves["values"][name] == [None if v is None else pytest.approx(v) for v in recorded]
     assert curves["values"]["grad_norm"][1] is None  # It was NaN.
     for name in rows[0]["time"]:
         assert curves["values"][f"time/{name}"] == pytest.approx([row["time"][name] for row in rows])
@@ -105,7 +104,7 @@ def test_pass_at_1_of_each_task_is_compared(folder, run):
     tasks = run["change"]["tasks"]
     assert [(entry["task"], entry["prompts"]) for entry in tasks] == [(name, 20) for name in TASKS]
     for entry in tasks:
-        before, after = (sum(g["right"] for g in side if g["task"] == entry["task"]) / 80 for side in sides)
+        before, after = (sum(g["right"] for g in side if g["task"] == entry["task"]) / (20 * 4) for side in sides)
         assert [entry["before"], entry["after"]] == pytest.approx([before, after])
         assert entry["difference"]["mean"] == pytest.approx(after - before)
 
@@ -127,9 +126,9 @@ def test_intervals_match_the_evaluation_of_the_run(folder):
 
 def test_tasks_and_spread(folder, run):
     steps = [groups(folder, f"step_00000{n}") for n in range(4)]
-    for index, name in enumerate(TASKS):
+    for name in TASKS:
         shares = [[g["right"] / 32 for g in rows if g["task"] == name] for rows in steps]
-        assert run["by_task"]["tasks"][TASKS[index]] == pytest.approx([sum(v) / len(v) for v in shares])
+        assert run["by_task"]["tasks"][name] == pytest.approx([sum(v) / len(v) for v in shares])
     assert run["by_task"]["step"] == [1, 2, 3, 4]
     assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])
 
@@ -150,7 +149,7 @@ def test_tasks_and_spread(folder, run):
 
 
 HALF = [4] * 20 + [0] * 20  # right samples of 40 prompts with 4 samples each
-NOTHING = {"steps": 0, "evaluations": (), "recorded": False, "record": False, "ended": False}
+NOTHING = {"steps": 0, "evaluations": (), "record_rollouts": False, "write_run_json": False, "ended": False}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,7 @@ NOTHING = {"steps": 0, "evaluations": (), "recorded": False, "record": False, "e
         ({"rates": (0.0, 0.0), "rewards": (2.0, 2.0)}, "unclear", "No change beyond chance: mean reward went from 2 "),
         ({"prompts": 40}, "good", "It learned: pass@1 rose from"),
         ({"rates": (0.5, 0.5), "evaluations": (0, 1)}, "unclear", "No change beyond chance: pass@1 went from"),
-        ({"recorded": False}, "unclear", "pass@1 went from"),
+        ({"record_rollouts": False}, "unclear", "pass@1 went from"),
         ({"evaluations": ()}, "unclear", "Learning was not measured: there is no held-out"),
         ({"evaluations": (0,)}, "unclear", "Learning was not measured: the only evaluation"),
         ({"rates": (0.0, 0.0), "ended": False}, "bad", "No change beyond chance: pass@1 went from 0.0% to 0.0%"),
@@ -216,7 +215,7 @@ def test_several_runs_are_paired_by_prompt(tmp_path):
     page = content(folders)[0]
     assert [r["name"] for r in page["runs"]] == ["x/a", "y/a"]
     last = [groups(folder, "evaluation_000004") for folder in folders]
-    gap = sum(b["right"] - a["right"] for a, b in zip(*last, strict=True)) / 160
+    gap = sum(b["right"] - a["right"] for a, b in zip(*last, strict=True)) / (40 * 4)
     assert page["against"][1]["passes"][0]["difference"]["mean"] == pytest.approx(gap)
     assert page["against"][0]["passes"][0]["difference"]["mean"] == 0
 
@@ -232,7 +231,7 @@ def test_the_page_contains_the_recorded_rollouts(folder):
     assert (embedded["moments"][0]["kind"], embedded["moments"][0]["number"]) == ("evaluation", 4)
     assert embedded["held"] == embedded["recorded"]
     for index, moment in enumerate(embedded["moments"]):
-        name = f"{moment['kind']}_{moment['number'] - (moment['kind'] == 'step'):06d}"
+        name = f"{moment['kind']}_{moment['number'] - (moment['kind'] == 'step'):06d}"  # Files count steps from 0.
         recorded = pq.read_table(folder / "rollouts" / f"{name}.rollouts.00000.parquet").to_pylist()
         assert [g["right"] for g in chunks[moment["list"]]] == [g["right"] for g in groups(folder, name)]
         for g in groups(folder, name):
@@ -245,14 +244,14 @@ def test_the_page_contains_the_recorded_rollouts(folder):
                 assert [r["advantage"] for r in shown] == advantages
 
 
-@pytest.mark.parametrize("room", [0, 700, 8000])
-def test_rollouts_fit_into_the_size_limit(folder, room):
+@pytest.mark.parametrize("max_bytes", [0, 700, 8000])
+def test_rollouts_fit_into_the_size_limit(folder, max_bytes):
     """Newly solved prompts come first."""
     run = read_run(folder)
     solved = {p["id"] for p in content([folder])[0]["runs"][0]["change"]["solved"]}
-    embedded = embed(run, solved, room)
+    embedded = embed(run, solved, max_bytes)
     texts = [json.dumps(embedded[name], separators=(",", ":")) for name in ("chunks", "where", "moments")]
-    assert sum(map(len, texts)) <= room + 6  # + 6: their brackets
+    assert sum(map(len, texts)) <= max_bytes + 6  # + 6: the brackets of the three texts
     assert embedded["held"]["rollouts"] <= embedded["recorded"]["rollouts"]
     if embedded["where"]:
         lists = opened([embedded["chunks"][m["list"]] for m in embedded["moments"]])
@@ -267,16 +266,16 @@ def test_right_and_wrong_rollouts_are_selected():
     assert [r["sibling"] for r in select_siblings(rollouts, 16, tokens=15)] == [0, 29]
 
 
-def row(step: int, rollouts: float, kept: float | None, tokens: float, generate: float, whole: float, **time: float):
-    times = {"generate": generate, "step": whole, **time}
+def row(step: int, rollouts: float, kept: float | None, tokens: float, generate: float, total: float, **time: float):
+    times = {"generate": generate, "step": total, **time}
     return {"step": step, "rollouts": rollouts, "kept_share": kept, "response_tokens": tokens, "time": times}
 
 
 # The second step kept no group. In the third step no group closed.
 ROWS = [
-    row(0, 128.0, 0.5, 10.0, 2.0, 4.0, **{"kv_cache/prompt_hits": 0.75}),
-    row(1, 128.0, 0.0, 20.0, 4.0, 5.0),
-    row(2, 64.0, None, 10.0, 2.0, 3.0, **{"kv_cache/prompt_hits": 0.0}),
+    row(0, rollouts=128.0, kept=0.5, tokens=10.0, generate=2.0, total=4.0, **{"kv_cache/prompt_hits": 0.75}),
+    row(1, rollouts=128.0, kept=0.0, tokens=20.0, generate=4.0, total=5.0),
+    row(2, rollouts=64.0, kept=None, tokens=10.0, generate=2.0, total=3.0, **{"kv_cache/prompt_hits": 0.0}),
 ]
 
 
@@ -285,14 +284,15 @@ def recorded_run(rows: list[dict]) -> RecordedRun:
 
 
 def spent(*evaluated: tuple[int, float]) -> list[dict]:
-    """Return seconds and rollouts until evaluations, which are given as (steps, pass@1)."""
+    """Return the rows of `checkpoints` for ROWS and evaluations, which are given as (steps, pass@1)."""
     passes = [RecordedEvaluation(steps, {}, passes={1: {"mean": mean}}, tasks={}) for steps, mean in evaluated]
     return checkpoints(recorded_run(ROWS), passes)
 
 
 def test_seconds_and_rollouts_before_each_evaluation():
     table = spent((0, 0.2), (2, 0.4), (3, 0.5))
-    assert [tuple(r.values())[:4] for r in table] == [(0, 0, 0, 0), (2, 9, 256, 64), (3, 12, 320, 64)]
+    values = [(r["steps"], r["seconds"], r["rollouts"], r["kept"]) for r in table]
+    assert values == [(0, 0, 0, 0), (2, 9, 256, 64), (3, 12, 320, 64)]
 
 
 def test_time_to_a_target():

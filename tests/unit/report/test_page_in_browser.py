@@ -61,8 +61,8 @@ def test_one_value_is_rounded_in_one_way(tmp_path):
     ("options", "charts", "text"),
     [
         ([{"steps": 1, "evaluations": (0,), "ended": False}], 12, "the only evaluation, before the first step"),
-        ([{"evaluations": (), "recorded": False, "record": False}], 12, "No rollouts are recorded"),
-        ([{"steps": 0, "evaluations": (), "recorded": False, "ended": False}], 0, "No step is finished yet"),
+        ([{"evaluations": (), "record_rollouts": False, "write_run_json": False}], 12, "No rollouts are recorded"),
+        ([{"steps": 0, "evaluations": (), "record_rollouts": False, "ended": False}], 0, "No step is finished yet"),
         ([{}, {"rates": (0.1, 0.9), "rewards": (-3.0, -1.0)}], 2, ">mean reward<"),
         ([{"rates": (0.0, 0.0), "rewards": (-3.0, -1.0)}], 15, ">Held-out mean reward<"),
     ],

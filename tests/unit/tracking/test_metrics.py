@@ -60,11 +60,11 @@ def test_a_resumed_run_drops_only_the_repeated_steps(tmp_path: Path) -> None:
 def test_an_incomplete_last_line_is_skipped_and_removed_on_resume(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     _record(tmp_path, range(3))
-    whole = path.read_bytes()
-    path.write_bytes(whole + tail)
+    complete_lines = path.read_bytes()
+    path.write_bytes(complete_lines + tail)
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]
     _record(tmp_path, range(3, 4), resume_step=3)
-    assert path.read_bytes().startswith(whole)
+    assert path.read_bytes().startswith(complete_lines)
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
 
 
@@ -133,12 +133,12 @@ class _Tracker:
 
 
 def test_a_broken_tracker_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken, whole = _Tracker("wandb", OSError(errno.ENOSPC, "No space left on device")), _Tracker("mlflow")
-    with closing(MetricsWriter(tmp_path, [broken, whole])) as metrics:
+    broken, working = _Tracker("wandb", OSError(errno.ENOSPC, "No space left on device")), _Tracker("mlflow")
+    with closing(MetricsWriter(tmp_path, [broken, working])) as metrics:
         metrics.write(0, {"reward": 0.0}, {"step": 2.0})
         metrics.write(1, {"reward": 0.5}, {})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
-    assert whole.calls == [(1, {"reward/reward": 0.0, "time/step": 2.0}), (2, {"reward/reward": 0.5}), "closed"]
+    assert working.calls == [(1, {"reward/reward": 0.0, "time/step": 2.0}), (2, {"reward/reward": 0.5}), "closed"]
     assert broken.calls == []
     (warning,) = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: run.log: wandb: [Errno 28] No space left on device")

@@ -44,8 +44,8 @@ def test_the_place_is_the_innermost_span_and_the_longest_allowance(monkeypatch):
             places.append(place())
         places.append(place())
     places.append(place())
-    dues = [("round", 130.0), ("score", 131.0), ("round", 132.0), ("no phase", 103.0)]
-    assert places == [Place(before + i, *due) for i, due in enumerate(dues, 1)]
+    expected = [("round", 130.0), ("score", 131.0), ("round", 132.0), ("no phase", 103.0)]  # clock + 30 s within round
+    assert places == [Place(before + i, *name_and_due) for i, name_and_due in enumerate(expected, 1)]
 
 
 def test_a_count_belongs_to_its_span():

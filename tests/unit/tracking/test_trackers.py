@@ -14,7 +14,7 @@ CONFIG = {"rollout": {"n": 4}, "data": {"train": ("a.jsonl",)}}
 
 
 def written(names, run_dir):
-    """Log three steps, then resume at the last one and log one more. Return the stored ids."""
+    """Log steps 0 to 2, resume at step 2, and log steps 2 and 3. Return the stored ids."""
     for resume_step, steps in ((None, range(3)), (2, range(2, 4))):
         trackers = open_trackers(names, run_dir, resume_step, CONFIG)
         for step in steps:
@@ -46,7 +46,7 @@ def test_wandb(tmp_path, monkeypatch):
     files = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{ids['name']}.wandb"))
     assert len(files) == 2  # two processes, one run
     content = b"".join(file.read_bytes() for file in files)
-    assert content.count(b"policy/lr") >= 5
+    assert content.count(b"policy/lr") >= 5  # 3 and 2 steps are logged
     assert b"0.375" in content
 
 
