@@ -59,7 +59,7 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
         assert f"mean reward {reward['mean']:.4g} (95% interval {interval})" in result.stderr
     assert "'minus.py:score' gives -0.75 to the reference answer of row sum-3" in result.stderr
 
-    # The last line names the key. pass-rates prints the share of subsets of 8 rollouts whose rewards differ.
+    # The last line warns about reward.correct_at. pass-rates prints the share of 8 of 16 rollouts whose rewards differ.
     assert "warning: no reward of the run reached reward.correct_at = 1 (mean " in result.stdout.splitlines()[-1]
     run = load_run(folder / "minus")
     counts = Counter((r["prompt_id"], r["reward"]) for step in (0, 1) for r in run.rollouts(step).to_pylist())
@@ -97,7 +97,7 @@ class Game:
     assert result.returncode == 0, result.stderr
     before = json.loads((folder / "runs" / name / "summary.json").read_text())["before"]
     assert before["mean_reward"]["mean"] == pytest.approx((0.2 + 0.2 + 0.5 + 0.5 + 0) / 5)
-    assert ("environment raised 16x" in result.stderr) == ("Game" in setting)
+    assert ("environment raised 16x" in result.stderr) == ("Game" in setting)  # the 16 rollouts of the row with low = 3
     # A reward of 0.5 is right: one of the three rows of task 1 and one of the two of task "two" have it.
     assert {name: task["mean"] for name, task in before["by_task"].items()} == {"1": 1 / 3, "two": 1 / 2}
 

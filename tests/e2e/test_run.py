@@ -41,12 +41,12 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     summary = json.loads((directory / "summary.json").read_text())
     assert metric_faults.of_summary(summary) == []
     for when in ("before", "after"):
-        first, second = summary[f"pass_at_1_{when}"], summary[f"pass_at_2_{when}"]
-        assert 0 <= first["low"] <= first["mean"] <= first["high"] <= 1
-        assert second == summary[when]["pass_at_k"]["2"] >= first["mean"]
-        assert f"held-out {when}: pass@1 {100 * first['mean']:.1f}%" in result.stderr
+        pass_at_1, pass_at_2 = summary[f"pass_at_1_{when}"], summary[f"pass_at_2_{when}"]
+        assert 0 <= pass_at_1["low"] <= pass_at_1["mean"] <= pass_at_1["high"] <= 1
+        assert pass_at_2 == summary[when]["pass_at_k"]["2"] >= pass_at_1["mean"]
+        assert f"held-out {when}: pass@1 {100 * pass_at_1['mean']:.1f}%" in result.stderr
         (line,) = (line for line in result.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
-        assert line.endswith(f"pass@2  {second:.4f}")
+        assert line.endswith(f"pass@2  {pass_at_2:.4f}")
     assert "6 prompts x 32 rollouts = 192 -> 2 optimizer steps" in result.stderr
     assert set(summary["findings"]) <= {"task never right"}  # this model never learns to reverse words
     assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
@@ -57,9 +57,9 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
     # The rollout log has every step and all three evaluations; the console shows three samples of each evaluation.
-    moments = entries(directory / "rollouts")
-    assert [entry.number for entry in moments if entry.kind == "step"] == list(range(8))
-    assert [entry.number for entry in moments if entry.kind == "evaluation"] == [0, 4, 8]
+    log_entries = entries(directory / "rollouts")
+    assert [entry.number for entry in log_entries if entry.kind == "step"] == list(range(8))
+    assert [entry.number for entry in log_entries if entry.kind == "evaluation"] == [0, 4, 8]
     for line in lines:
         groups = read_groups(directory / "rollouts", LogEntry("step", line["step"])).to_pylist()
         assert sum(g["right"] for g in groups) / (6 * 32) == pytest.approx(line["reward"])
@@ -130,17 +130,17 @@ def test_a_student_learns_from_a_teacher_and_resumes_bit_exactly(config, init, w
     files = f"data.mixture=[{{files=['{config.parent / 'train.jsonl'}'], weight=1, verifier='none'}}]"
     options = ["data.train=[]", files, f"teacher.path={warm}", "algo.distill_coef=1", "algo.dynamic_sampling=false"]
     options += ["train.offload=true", "parallel.pipeline=2", "optim.lr=3e-3", "theory.every=0", "train.steps=6"]
-    whole, restarted = tmp_path / "whole", tmp_path / "restarted"
-    train(config, init, whole, *options)
-    shutil.copytree(whole, restarted)
+    undisturbed, restarted = tmp_path / "undisturbed", tmp_path / "restarted"
+    train(config, init, undisturbed, *options)
+    shutil.copytree(undisturbed, restarted)
     rewind(restarted, step=3)
     assert "resumed from" in train(config, init, restarted, *options).stderr
-    lines = rows(whole)
+    lines = rows(undisturbed)
     assert rows(restarted) == lines
     kl = [row["teacher_kl"] for row in lines]
     assert kl[-1] < 0.9 * kl[0]
     assert {row["reward"] for row in lines} == {0.0}
-    assert sum(row["updates"] for row in lines) == 12
+    assert sum(row["updates"] for row in lines) == 6 * 2  # steps x algo.mini_batches
 
 
 def test_evaluate_gives_the_result_of_the_run(finished, config, tmp_path):

@@ -101,12 +101,13 @@ class Torture:
         make_model(config, model)
         self.words = [str(config), f"model.path={model}", *reward_letters(config), *OPTIONS]
 
-        result = self.start(self.root / "whole")
+        undisturbed = self.root / "undisturbed"
+        result = self.start(undisturbed)
         assert result.returncode == 0, result.stderr
-        self.expected = Outcome.read(self.root / "whole")
+        self.expected = Outcome.read(undisturbed)
         assert sum(line["updates"] for line in self.expected.metrics) > 1
-        half = self.root / "half"
-        result = self.start(half, {"rank": 0, "operation": "metrics.jsonl: write", "number": 2, "fault": faults.KILL})
+        fault = {"rank": 0, "operation": "metrics.jsonl: write", "number": 2, "fault": faults.KILL}
+        result = self.start(self.root / "killed", fault)
         assert result.returncode == -9, result.stderr
 
     def count(self) -> None:
@@ -132,7 +133,7 @@ class Torture:
         directory = self.root / "run"
         shutil.rmtree(directory, ignore_errors=True)
         if stage == RESUMED:
-            shutil.copytree(self.root / "half", directory)
+            shutil.copytree(self.root / "killed", directory)
         return directory
 
     def choose(self, rng: random.Random, fault: str) -> tuple[str, dict[str, Any]]:
