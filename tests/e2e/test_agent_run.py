@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import tiny
-from e2e.runs import brorl, rewind, rows
+from e2e.runs import brorl, metric_lines, rewind
 from unit.agents.test_agent_rollouts import TEMPLATE
 from unit.data.test_tokenizers import make_hf
 
@@ -67,8 +67,8 @@ def test_runs_are_equal_with_delays_and_a_restart(config, tmp_path):
     rewind(restarted, step=1)
     result = brorl(*command, f"run.dir={restarted}")
     assert "resumed from" in result.stderr, result.stderr
-    lines = rows(undisturbed)
-    assert rows(restarted) == lines
+    lines = metric_lines(undisturbed)
+    assert metric_lines(restarted) == lines
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (undisturbed, restarted)]
     evaluations = [json.loads((run / "summary.json").read_text())["after"] for run in (undisturbed, restarted)]
     assert weights[0] == weights[1]

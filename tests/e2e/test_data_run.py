@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from e2e.runs import brorl, make_model, rows
+from e2e.runs import brorl, make_model, metric_lines
 
 from megatron_brorl.cli.main import main
 from megatron_brorl.rollout_log import FOLDER, entries, read_groups
@@ -48,7 +48,7 @@ def test_a_mixture_of_prepared_files(tmp_path: Path) -> None:
     result = brorl("train", "--processes", 2, config, f"model.path={tmp_path / 'model'}", f"run.dir={run}")
     assert result.returncode == 0, result.stderr
     assert "data.mixture[0]: school has 50.0% of the prompts" in result.stderr
-    assert [row["rollouts"] for row in rows(run)] == [10 * 4] * 2
+    assert [row["rollouts"] for row in metric_lines(run)] == [10 * 4] * 2
     assert (run / "model" / "model.safetensors").is_file()
 
     # Each step has 5, 3 and 2 prompts of the sources, and no prompt occurs twice in an epoch.

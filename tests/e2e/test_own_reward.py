@@ -12,7 +12,7 @@ from math import comb
 from pathlib import Path
 
 import pytest
-from e2e.runs import REPOSITORY, brorl, make_model, rows
+from e2e.runs import REPOSITORY, brorl, make_model, metric_lines
 
 from megatron_brorl import load_run
 
@@ -42,7 +42,7 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
     (folder / "minus.py").write_text("def score(response, row):\n    return -len(response) / 4\n")
     result = train(folder, "data.verifier=minus.py:score", "run.dir=minus", "reward.cut_off_factor=0")
     assert result.returncode == 0, result.stderr
-    lines = rows(folder / "minus")
+    lines = metric_lines(folder / "minus")
     assert all(line["reward"] < 0 < line["reward_std"] for line in lines)
     assert [(line["kept_share"], line["all_right_share"], line["all_wrong_share"]) for line in lines] == [(1, 0, 1)] * 2
     assert all(line["grad_norm"] > 0 and line["updates"] == 1 for line in lines)
@@ -152,12 +152,12 @@ def run_mine(folder):
     ],
 )
 def test_a_function_that_raises_loses_no_step(folder, run_mine, code, is_lost):
-    expected = rows(folder / "undisturbed")
+    expected = metric_lines(folder / "undisturbed")
     assert all(line["carried_rollouts"] > 0 for line in expected)
     shutil.rmtree(folder / "failed", ignore_errors=True)
     first, broken_sha256 = run_mine(code, "run.dir=failed")
     message = first.stderr.splitlines()[-1]
-    steps = len(rows(folder / "failed"))
+    steps = len(metric_lines(folder / "failed"))
     state = f"steps 1 to {steps} are lost" if is_lost else f"the state after {steps} steps is saved;"
     assert (first.returncode, "Traceback" in first.stderr, 0 < steps < 4) == (2, False, True)
     assert all(text in message for text in ("mine.py, line", "ZeroDivisionError", state, "--accept-changed-functions"))
@@ -167,7 +167,7 @@ def test_a_function_that_raises_loses_no_step(folder, run_mine, code, is_lost):
         assert (refused.returncode, "--accept-changed-functions" in refused.stderr) == (2, True)
     result, repaired_sha256 = run_mine({}, "run.dir=failed", "--accept-changed-functions")
     assert result.returncode == 0, result.stderr
-    assert rows(folder / "failed") == expected
+    assert metric_lines(folder / "failed") == expected
     changes = json.loads((folder / "failed" / "run.json").read_text())["starts"][-1]["changes"]
     hashes = [broken_sha256, repaired_sha256]
     assert changes == {f"own_functions.{name}": hashes for name in NAMES.values() if not is_lost}

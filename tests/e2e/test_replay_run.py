@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tiny
-from e2e.runs import brorl, rows
+from e2e.runs import brorl, metric_lines
 from tiny_tokenizer import train_sentencepiece
 
 
@@ -25,7 +25,7 @@ def test_a_run_replays_routes_of_carried_rollouts_after_it_is_resumed(config, tm
         for steps in stops:
             result = brorl(*command, f"rollout.replay_routes={replay}", f"train.steps={steps}")
             assert result.returncode == 0, result.stderr
-        lines = [line for line in rows(run) if line["step"] > 0]
+        lines = [line for line in metric_lines(run) if line["step"] > 0]
         assert all(line["trained_tokens"] and line["carried_rollouts"] for line in lines)
         gaps[replay] = [(line["logprob_gap_mean"], line["reshard_gap_mean"]) for line in lines]
     result = brorl(*command, "rollout.replay_routes=auto", "train.steps=4")  # The run with "never" has no routes.

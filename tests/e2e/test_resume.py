@@ -11,7 +11,7 @@ import time
 import forks
 import psutil
 import pytest
-from e2e.runs import ENVIRONMENT, brorl, reward_letters, rewind, rows, start, train, wait_for
+from e2e.runs import ENVIRONMENT, brorl, metric_lines, reward_letters, rewind, start, train, wait_for
 
 from megatron_brorl.checkpoints import folders
 
@@ -27,12 +27,12 @@ def undisturbed(config, init, options, tmp_path_factory):
     """The folder of an undisturbed run."""
     directory = tmp_path_factory.mktemp("runs") / "undisturbed"
     train(config, init, directory, *options)
-    assert sum(line["updates"] for line in rows(directory)) > 7
+    assert sum(line["updates"] for line in metric_lines(directory)) > 7
     return directory
 
 
 def assert_same_run(directory, expected):
-    assert rows(directory) == rows(expected)
+    assert metric_lines(directory) == metric_lines(expected)
     for name in ("model/model.safetensors", *(f"rollouts/{path.name}" for path in (expected / "rollouts").iterdir())):
         assert (directory / name).read_bytes() == (expected / name).read_bytes(), name
 
@@ -43,7 +43,7 @@ def test_resume_after_a_job_s_end_a_signal_and_a_kill_is_bit_exact(undisturbed, 
     result = brorl(*command, SLURM_JOB_END_TIME="1")  # The job ends in 1970, which leaves no time for a second step.
     assert result.returncode == 75, result.stderr
     assert "the job ends at" in result.stdout + result.stderr
-    assert len(rows(tmp_path)) == 1
+    assert len(metric_lines(tmp_path)) == 1
 
     process = start(*command)
     wait_for(process, "train 2/7")
@@ -84,7 +84,7 @@ def test_resume_with_critic_and_reference_resets_is_bit_exact(config, init, opti
     rewind(restarted, step=2)
     assert "resumed from" in train(config, init, restarted, *options).stderr
     assert_same_run(restarted, undisturbed)
-    lines = rows(undisturbed)
+    lines = metric_lines(undisturbed)
     assert [row["reference_reset"] for row in lines] == [0, 1, 0]
     assert lines[0]["updates"] == 0
     assert lines[0]["critic_updates"] > 0
@@ -149,4 +149,4 @@ def test_a_hanging_rank_is_named_and_the_run_can_be_resumed(config, init, tmp_pa
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
     assert folders.find_damage(saved) == ""
     assert "resumed from" in train(config, init, tmp_path, *options).stderr
-    assert [row["step"] for row in rows(tmp_path)] == [0, 1]
+    assert [row["step"] for row in metric_lines(tmp_path)] == [0, 1]

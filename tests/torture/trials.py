@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import forks
 import pyarrow as pa
-from e2e.runs import ENVIRONMENT, make_model, reward_letters, rows, write_config
+from e2e.runs import ENVIRONMENT, make_model, metric_lines, reward_letters, write_config
 from torture import faults
 
 from megatron_brorl import rollout_log
@@ -61,7 +61,7 @@ class Outcome:
         summary = json.loads((directory / "summary.json").read_text())
         folder = directory / rollout_log.FOLDER
         return cls(
-            metrics=rows(directory),
+            metrics=metric_lines(directory),
             summary={k: v for k, v in summary.items() if k not in _TIMED},
             records={
                 str(entry): (rollout_log.read_groups(folder, entry), rollout_log.read_rollouts(folder, entry))
