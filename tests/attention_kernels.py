@@ -13,25 +13,25 @@ import torch
 
 
 def pieces(cum_q, cum_k, max_q, max_k, used=None):
-    """Yield the queries and keys of each piece, and check the kernels' preconditions. used: keys of each piece."""
+    """Yield the slices of queries and keys per piece; check the kernels' preconditions. used: keys read per piece."""
     assert cum_q.dtype == cum_k.dtype == torch.int32
     if used is None:
         used = cum_k.diff()
         assert (max_q, max_k) == (int(cum_q.diff().max()), int(used.max()))
         assert int(used.min()) > 0
     assert used.dtype == torch.int32
-    for queries, first, count in zip(pairwise(cum_q.tolist()), cum_k[:-1].tolist(), used.tolist(), strict=True):
-        yield slice(queries[0], min(queries[1], queries[0] + max_q)), slice(first, first + count)
+    for (begin, end), first, count in zip(pairwise(cum_q.tolist()), cum_k[:-1].tolist(), used.tolist(), strict=True):
+        yield slice(begin, min(end, begin + max_q)), slice(first, first + count)
 
 
 def scores(q, k, causal, scale):
-    """q [l, heads, d], k [n, kv_heads, d] -> [heads, l, n]."""
+    """Return the scaled and masked scores [heads, l, n] of queries q [l, heads, d] and keys k [n, kv_heads, d]."""
     products = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
     return products.masked_fill(torch.ones_like(products, dtype=torch.bool).triu(1), -torch.inf) if causal else products
 
 
 def forward(q, k, v, limits, causal, scale):
-    """Return the output [T, heads, d] and the log-sum-exp [heads, T]."""
+    """Return the output [T, heads, d] and the log-sum-exp [heads, T]. limits: the arguments of `pieces`."""
     out = torch.full_like(q, torch.nan)
     lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
     for queries, keys in pieces(*limits):
@@ -87,20 +87,20 @@ def efficient_forward(
 def efficient_backward(
     grad, q, k, v, bias, out, cum_q, cum_k, max_q, max_k, lse, dropout, seed, offset, mask, biased, *, scale
 ):
-    flat = []
-    for piece, length in zip(lse, cum_q.diff().tolist(), strict=True):
-        flat.append(piece[:, :length])
-        assert bool((piece[:, length:] == torch.inf).all())
+    unpadded = []
+    for padded, length in zip(lse, cum_q.diff().tolist(), strict=True):
+        unpadded.append(padded[:, :length])
+        assert bool((padded[:, length:] == torch.inf).all())
     tensors = (x[0] for x in (grad, q, k, v, out))
-    grads = backward(*tensors, torch.cat(flat, 1), (cum_q, cum_k, max_q, max_k), mask == 1, scale)
+    grads = backward(*tensors, torch.cat(unpadded, 1), (cum_q, cum_k, max_q, max_k), mask == 1, scale)
     return *(x[None] for x in grads), q.new_empty(0)
 
 
 @pytest.fixture
 def kernels_on_cpu() -> Iterator[None]:
-    """Give torch the kernels on CPUs."""
+    """Register the four functions above as torch's attention kernels for CPUs."""
     library = torch.library.Library("aten", "IMPL")
     for run in (flash_forward, flash_backward, efficient_forward, efficient_backward):
-        library.impl(f"_{run.__name__.replace('_', '_attention_')}", run, "CPU")
+        library.impl(f"_{run.__name__.replace('_', '_attention_')}", run, "CPU")  # _flash_attention_forward, ...
     yield
     library._destroy()

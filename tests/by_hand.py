@@ -1,4 +1,4 @@
-"""Loss, gradient norm and token count of one step on the fake engine's rollouts, from a loop over transformers."""
+"""Loss, gradient norm and token count of one step on rollouts of the fake engine, by transformers, row by row."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def right(response: list[int]) -> float:
 
 
 def first_step(seed: int, count: int, n: int, tokens: int, lost: Iterable[Slot] = ()) -> list[Group]:
-    """Return the groups of the first step. A response that was cut off is wrong."""
+    """Return the groups of the first step: `count` prompts, n responses each. A response that was cut off is wrong."""
     rows = [(prompt, responses(seed, prompt, n, tokens, lost)) for prompt in fakes.prompts(count)]
     return [(prompt, sampled, list(map(right, sampled))) for prompt, sampled in rows]
 
@@ -54,12 +54,12 @@ def update(
     left_out: (prompt id, sibling) of rollouts that are not trained on, although their rewards count. factors: the only
     rollouts to train on, each with the factor of its loss and the tokens that it adds to the divisor.
     """
-    raw = [r - sum(rewards) / len(rewards) for _, _, rewards in groups for r in rewards]
-    mean = math.fsum(raw) / len(raw)
-    std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
-    advantages = iter([(x - mean) / std for x in raw])
-    total = torch.zeros((), dtype=torch.float64)
-    count, divisor = 0, 0.0
+    centred = [r - sum(rewards) / len(rewards) for _, _, rewards in groups for r in rewards]
+    mean = math.fsum(centred) / len(centred)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in centred) / len(centred))
+    advantages = iter([(x - mean) / std for x in centred])
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    trained_tokens, divisor = 0, 0.0
     model.zero_grad()
     for prompt, rows, _ in groups:
         start = len(prompt.token_ids)
@@ -71,16 +71,16 @@ def update(
             slot = (prompt.id, sibling)
             if slot in left_out or (factors is not None and slot not in factors):
                 continue
-            factor, tokens = factors[slot] if factors else (1.0, len(row))
+            factor, divisor_tokens = factors[slot] if factors else (1.0, len(row))
             actor = row_log_probs[torch.arange(len(row)), torch.tensor(row)]
             sampler = torch.tensor([fakes.log_prob(t, version=0) for t in row])
             weight = (actor.detach() - sampler).exp().clamp(max=cap)
-            total = total - factor * (weight * (actor - actor.detach()).exp() * advantage).double().sum()
-            count += len(row)
-            divisor += tokens
-    (total / divisor).backward()
+            loss_sum = loss_sum - factor * (weight * (actor - actor.detach()).exp() * advantage).double().sum()
+            trained_tokens += len(row)
+            divisor += divisor_tokens
+    (loss_sum / divisor).backward()
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-    return float(total.detach()) / divisor, norm, count
+    return float(loss_sum.detach()) / divisor, norm, trained_tokens
 
 
 def assert_update(values: Mapping[str, float], *arguments: Any, **options: Any) -> None:

@@ -21,7 +21,6 @@ TESTS = Path(__file__).parent
 cpu_bridge.disable_compiler()
 sys.path[:0] = [str(TESTS), *(str(TESTS.parent / folder) for folder in ("tools", "benchmarks"))]
 
-
 _ALONE: list[Any] = []  # the grid of this process and its default group, if it has one
 
 
@@ -58,8 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     slow = set((TESTS / "slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
-        processes_of_world = item.callspec.params.get("size") if hasattr(item, "callspec") else None
-        whole = item.path.is_relative_to(TESTS / "e2e") and not item.get_closest_marker("fast")
+        world_size = item.callspec.params.get("size") if hasattr(item, "callspec") else None
+        is_whole_run = item.path.is_relative_to(TESTS / "e2e") and not item.get_closest_marker("fast")
         name = f"tests/{item.nodeid.removeprefix('tests/')}"
-        if whole or (processes_of_world or 1) > 2 or not slow.isdisjoint((name, name.partition("[")[0])):
+        if is_whole_run or (world_size or 1) > 2 or not slow.isdisjoint((name, name.partition("[")[0])):
             item.add_marker("slow")

@@ -99,13 +99,13 @@ SMALLER = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, 
 
 def peak_of_allocations(run, mapped: Path) -> int:
     """Return the most bytes of tensors alive at one time, by torch's allocator, without those mapped from a file."""
-    size = mapped.stat().st_size
+    mapped_bytes = mapped.stat().st_size
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    now = peak = 0
+    alive = peak = 0
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):
-        if abs(event.nbytes()) != size:
-            now += event.nbytes()
-            peak = max(peak, now)
+        if abs(event.nbytes()) != mapped_bytes:
+            alive += event.nbytes()  # negative if memory is freed
+            peak = max(peak, alive)
     return peak

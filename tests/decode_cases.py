@@ -41,7 +41,7 @@ class Case:
 
 
 def rotate(x: Tensor, position: int) -> Tensor:
-    """Rotate x [heads, d] by complex numbers: pair (i, i + d/2) by position THETA^(-2 i / d)."""
+    """Rotate each pair (i, i + d/2) of x [heads, d], as a complex number, by the angle position THETA^(-2 i / d)."""
     half = x.shape[-1] // 2
     angle = position * THETA ** (-torch.arange(half).double() / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones(half).double(), angle)
@@ -56,7 +56,7 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
         return torch.randn(*shape, generator=rng).to(dtype).double()
 
     page_counts = [-(-n // PAGE) for n in (*row_lengths, *prompt_lengths)]
-    order = torch.randperm(sum(page_counts) + 3, generator=rng).int().split([*page_counts, 3])[:-1]  # 3 unused pages
+    tables = torch.randperm(sum(page_counts) + 3, generator=rng).int().split([*page_counts, 3])[:-1]  # 3 unused pages
     width = -(-dim // PAGE) * PAGE
     # Unwritten memory has arbitrary content.
     keys = torch.full((sum(page_counts) + 3, kv, dim, PAGE), float("nan"), dtype=dtype)
@@ -69,8 +69,9 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
             values[int(pages[t // PAGE]), :, t % PAGE, :dim] = v[t].to(dtype)
         return k, v
 
-    cached = [fill(p, n - 1) for p, n in zip(order, row_lengths, strict=False)]  # The step adds the last token.
-    shared = [fill(p, n) for p, n in zip(order[len(row_lengths) :], prompt_lengths, strict=True)]
+    row_tables, prompt_tables = tables[: len(row_lengths)], tables[len(row_lengths) :]
+    cached = [fill(p, n - 1) for p, n in zip(row_tables, row_lengths, strict=True)]  # The step adds the last token.
+    shared = [fill(p, n) for p, n in zip(prompt_tables, prompt_lengths, strict=True)]
     qkv = rand(len(row_lengths), (heads + 2 * kv) * dim)
     weights = (rand(dim).float(), rand(dim).float())
     expected = []
@@ -95,10 +96,10 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
     rows = DecodeBatch(
         cos=angle.cos().float(),
         sin=angle.sin().float(),
-        tables=pad(list(order[: len(row_lengths)]), batch_first=True, padding_value=-7),
+        tables=pad(list(row_tables), batch_first=True, padding_value=-7),
         lengths=torch.tensor(row_lengths),
         prompts=torch.tensor(prompts),
-        prompt_tables=pad(list(order[len(row_lengths) :]), batch_first=True, padding_value=-7),
+        prompt_tables=pad(list(prompt_tables), batch_first=True, padding_value=-7),
         prompt_lengths=torch.tensor(prompt_lengths),
     )
     norms = HeadNorms(*weights, EPS) if with_norms else None

@@ -116,7 +116,7 @@ def arguments_of_brorl(words: tuple[str, ...]) -> list[str] | None:
 
 
 def fault(command: Command, toml: Path) -> str | None:
-    """Return the reason why a command is invalid, or None. toml: used for configurations of the reader."""
+    """Return the reason why a command is invalid, or None. toml: stands for configurations that the reader writes."""
     words = command.words
     arguments = arguments_of_brorl(words)
     if arguments is not None:

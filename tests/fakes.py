@@ -46,7 +46,7 @@ class Tokenizer:
 
 
 class Pool:
-    """Give a reward to responses whose tokens have an even sum. The scores are ready at once."""
+    """Give the reward 1 to responses whose tokens have an even sum, and 0 to others. Scores are ready at once."""
 
     def judge(self, answer: str) -> float:
         return float(reward(answer))
@@ -113,7 +113,7 @@ class Engine:
     lose: set[tuple[str, int]] = field(default_factory=set)  # rollouts that are never delivered
     stall: set[tuple[str, int]] = field(default_factory=set)  # rollouts that keep the call busy
     nonfinite: dict[tuple[str, int], float] = field(default_factory=dict)  # last log-probs of these rollouts
-    deaf: threading.Event | None = None  # A stalled call ends at this event. None: it ends when it is cancelled.
+    deaf: threading.Event | None = None  # A stalled call ends at this event, and with None when it is cancelled.
     room: int = 4  # rows that the engine requests from a supply at a time
     takes: int = 10**6  # how often, at most, a call asks its supply for requests
     version: int = -1
@@ -200,6 +200,6 @@ class Engine:
             new = new[: ends[0] + 1]
             finish = "stop"
         ids = torch.cat((start.token_ids, torch.tensor(new)))
-        log_probs = torch.cat((start.log_probs, torch.tensor([log_prob(i, self.version) for i in new])))
+        log_probs = torch.cat((start.log_probs, torch.tensor([log_prob(token, self.version) for token in new])))
         spans = (*start.spans, (self.version, len(new)))
         return replace(start, token_ids=ids, log_probs=log_probs, finish=finish, spans=spans)

@@ -135,7 +135,7 @@ def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[st
             process.start()
         code = _wait(processes)
         streams = [(Path(folder) / name).read_text() for name in ("stdout", "stderr")]
-    return subprocess.CompletedProcess(jobs[0][1], code, *streams)
+    return subprocess.CompletedProcess(jobs[0][1], code, *streams)  # jobs[0][1]: the arguments of the command
 
 
 def until(happened: Callable[[], object], seconds: float = 60.0) -> None:
@@ -196,7 +196,7 @@ def _forked(
 
 
 def _have_forks(server_address: str) -> None:
-    """Let this process fork its engines from the fork server of the test process, which is not its child."""
+    """Let this process fork its engines from the fork server, which is a child of the test process, not of this one."""
     server._forkserver._forkserver_address = server_address
     server._forkserver.ensure_running = lambda: None
     remote_process.subprocess = engines()

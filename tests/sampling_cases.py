@@ -99,7 +99,7 @@ CASES = {
 
 
 def weights(logits: np.ndarray, case: Case, top_p: float) -> np.ndarray:
-    """Return the unnormalised probabilities [V] of one row, by sorting it; 0 for tokens that are never drawn."""
+    """Return the unnormalised probabilities [V] of a row, 0 for tokens never drawn. top_p: replaces case.top_p."""
     order = np.argsort(-logits, kind="stable")
     if case.top_k:
         kth_largest = logits[order[min(case.top_k, len(order)) - 1]]

@@ -38,7 +38,7 @@ def test_documented_commands_are_valid(toml):
 
 
 def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
-    """Run them in a folder with the files that they name."""
+    """Run the cheap commands in a folder with the files that they name."""
     monkeypatch.chdir(tmp_path)
     problem = {"question": "Two and five?", "answer": "2 + 5 = 7\n#### 7"}
     for name in ("problems", "train", "test"):

@@ -79,7 +79,7 @@ def damage_staged_weights(engine: RemoteEngine) -> None:
     def damaged(tensors: Any, version: int) -> Any:
         weights = stage(tensors, version)
         with open(weights.path, "r+b") as file:
-            file.seek(weights.records[7].offset + 5)
+            file.seek(weights.records[7].offset + 5)  # the inside of any tensor
             file.write(b"\x55")
         return weights
 

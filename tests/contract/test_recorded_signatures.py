@@ -138,7 +138,7 @@ def test_sleep_and_wake_have_the_arguments_of_the_release(backend):
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 def test_routes_are_returned(dtype, backend):
     """vLLM returns uint16 for more than 256 experts (RoutedExpertsCapturer)."""
-    routes = np.arange(240, 264).reshape(4, 3, 2).astype(dtype)
+    routes = np.arange(240, 264).reshape(4, 3, 2).astype(dtype)  # as uint16 also above 255, as uint8 wrapped
 
     async def generate(*_):
         completion = SimpleNamespace(token_ids=[5, 2], finish_reason="stop", routed_experts=routes)

@@ -39,9 +39,9 @@ def test_generate_sleep_and_weight_sync(model, start):
     with pytest.raises(RuntimeError, match="no weights"):
         draw(engine)
     engine.update_weights(model.stream(), version=3)
-    first = draw(engine)
-    assert [r.index for r in first] == list(range(16))
-    for rollout in first:
+    expected = draw(engine)
+    assert [r.index for r in expected] == list(range(16))
+    for rollout in expected:
         assert rollout.finish == ("stop" if rollout.token_ids[-1] == 2 else "length")
         assert rollout.spans == ((3, len(rollout.token_ids)),)
         torch.testing.assert_close(rollout.log_probs, model.log_probs(rollout), atol=2e-5, rtol=0)
@@ -51,15 +51,15 @@ def test_generate_sleep_and_weight_sync(model, start):
     with pytest.raises(RuntimeError, match="no weights"):
         draw(engine)
     engine.update_weights(model.stream(), version=3)
-    assert same(draw(engine), first)
+    assert same(draw(engine), expected)
     assert [path.name for path in engine.folder.glob("weights_*")] == ["weights_0"]  # overwritten
     engine.update_weights(model.stream(scale=0.5), version=4)
-    other = draw(engine)
-    assert {version for r in other for version, _ in r.spans} == {4}
-    assert not same(other, first)
+    from_other_weights = draw(engine)
+    assert {version for r in from_other_weights for version, _ in r.spans} == {4}
+    assert not same(from_other_weights, expected)
     engine.sleep()
     engine.update_weights(model.stream(), version=5)  # an update wakes the engine
-    assert same(draw(engine), first)
+    assert same(draw(engine), expected)
 
 
 def test_log_probs_are_of_the_sampling_distribution(model, start):
@@ -150,7 +150,8 @@ def test_an_engine_that_does_not_cancel_is_started_again_after_the_call(model, s
     engine.update_weights(model.stream(), version=0)
     expected = draw(engine)
     monkeypatch.setattr(remote_engine, "_STOP_S", 0.2)
-    may_start, begin = threading.Event(), engine.supervisor._start
+    may_start = threading.Event()
+    begin = engine.supervisor._start
     monkeypatch.setattr(engine.supervisor, "_start", lambda: begin() if may_start.wait(600) else None)
     os.kill(engine.supervisor.pid, signal.SIGSTOP)
     is_cancelled = iter([False, True])  # when the call begins, and after its requests were sent
@@ -167,7 +168,7 @@ def test_two_ranks_share_an_engine(model, start):
         leader.update_weights(model.stream(1 + version), version)
         other.update_weights(model.stream(1 + version), version)
         with ThreadPoolExecutor(2) as threads:
-            halves = [threads.submit(draw, engine, 10, first) for engine, first in ((leader, 0), (other, 10))]
+            halves = [threads.submit(draw, engine, n=10, first=i) for engine, i in ((leader, 0), (other, 10))]
             if version:
                 os.kill(leader.supervisor.pid, signal.SIGKILL)
             siblings = [rollout for half in halves for rollout in half.result(120)]
@@ -229,7 +230,8 @@ def test_close_leaves_no_processes_and_files(model, start, fresh):
 def test_faulty_update_leaves_the_engine_unchanged(model, start):
     engine = start()
     engine.update_weights(model.stream(), version=0)
-    before, pid = draw(engine), engine.supervisor.pid
+    before = draw(engine)
+    pid = engine.supervisor.pid
     missing, damaged = list(model.stream())[:-1], list(model.stream())
     name, tensor = damaged[3]
     damaged[3] = ChecksummedTensor(name, tensor.clone().fill_(1.0), damaged[3].checksum)

@@ -31,7 +31,7 @@ def warm(config, init) -> Path:
 @pytest.fixture(scope="session")
 def finished(config, warm, tmp_path_factory):
     """An undisturbed run: its folder and its finished process."""
-    directory = tmp_path_factory.mktemp("runs") / "whole"
+    directory = tmp_path_factory.mktemp("runs") / "undisturbed"
     result = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", plots=True)
     assert result.returncode == 0, result.stderr
     return directory, result

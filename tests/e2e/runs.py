@@ -149,7 +149,7 @@ def wait_for(run: subprocess.Popen[str], text: str) -> None:
         pass
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
+def metric_lines(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without times; check that all metrics are documented."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [fault for line in lines for fault in metric_faults.of_row(line)] == []

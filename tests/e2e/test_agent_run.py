@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import tiny
-from e2e.runs import brorl, rewind, rows
+from e2e.runs import brorl, metric_lines, rewind
 from unit.agents.test_agent_rollouts import TEMPLATE
 from unit.data.test_tokenizers import make_hf
 
@@ -60,17 +60,17 @@ def config(tmp_path_factory):
 
 def test_runs_are_equal_with_delays_and_a_restart(config, tmp_path):
     command = ["train", "--processes", "2", config]
-    whole, restarted = tmp_path / "whole", tmp_path / "restarted"
-    result = brorl(*command, f"run.dir={whole}")
+    undisturbed, restarted = tmp_path / "undisturbed", tmp_path / "restarted"
+    result = brorl(*command, f"run.dir={undisturbed}")
     assert result.returncode == 0, result.stderr
-    shutil.copytree(whole, restarted)
+    shutil.copytree(undisturbed, restarted)
     rewind(restarted, step=1)
     result = brorl(*command, f"run.dir={restarted}")
     assert "resumed from" in result.stderr, result.stderr
-    lines = rows(whole)
-    assert rows(restarted) == lines
-    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, restarted)]
-    evaluations = [json.loads((run / "summary.json").read_text())["after"] for run in (whole, restarted)]
+    lines = metric_lines(undisturbed)
+    assert metric_lines(restarted) == lines
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (undisturbed, restarted)]
+    evaluations = [json.loads((run / "summary.json").read_text())["after"] for run in (undisturbed, restarted)]
     assert weights[0] == weights[1]
     assert evaluations[0] == evaluations[1]
     assert all(line["sequences_per_rollout"] > 2 for line in lines)

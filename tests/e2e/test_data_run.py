@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from e2e.runs import brorl, make_model, rows
+from e2e.runs import brorl, make_model, metric_lines
 
 from megatron_brorl.cli.main import main
 from megatron_brorl.rollout_log import FOLDER, entries, read_groups
@@ -30,7 +30,7 @@ train = {{ steps = 2, tokens_per_micro_batch = 600 }}
 
 
 def test_a_mixture_of_prepared_files(tmp_path: Path) -> None:
-    """On two processes. test_resume.py resumes runs."""
+    """Prepare three files, and train on a mixture of them on two processes."""
     files = {}
     columns = ["--prompt", "q", "--answer", "a"]
     for name, raw, options in (("gsm8k", GSM8K, []), ("deepscaler", DEEPSCALER, []), ("custom", OWN, columns)):
@@ -48,7 +48,7 @@ def test_a_mixture_of_prepared_files(tmp_path: Path) -> None:
     result = brorl("train", "--processes", 2, config, f"model.path={tmp_path / 'model'}", f"run.dir={run}")
     assert result.returncode == 0, result.stderr
     assert "data.mixture[0]: school has 50.0% of the prompts" in result.stderr
-    assert [row["rollouts"] for row in rows(run)] == [40, 40]
+    assert [row["rollouts"] for row in metric_lines(run)] == [10 * 4] * 2
     assert (run / "model" / "model.safetensors").is_file()
 
     # Each step has 5, 3 and 2 prompts of the sources, and no prompt occurs twice in an epoch.
@@ -56,4 +56,4 @@ def test_a_mixture_of_prepared_files(tmp_path: Path) -> None:
     prompt_ids = [read_groups(run / FOLDER, step)["prompt_id"].to_pylist() for step in steps]
     sources = [Counter(prompt_id.split(":")[0] for prompt_id in ids) for ids in prompt_ids]
     assert sources == [{"gsm8k": 5, "deepscaler": 3, "custom": 2}] * 2
-    assert len({prompt_id for ids in prompt_ids for prompt_id in ids}) == 20
+    assert len({prompt_id for ids in prompt_ids for prompt_id in ids}) == 2 * 10

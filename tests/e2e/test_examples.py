@@ -14,7 +14,7 @@ from typing import Any
 
 import forks
 import pytest
-from e2e.runs import ENVIRONMENT, REPOSITORY, SCRIPT, SMALL_EXAMPLE, brorl, example_script, rows
+from e2e.runs import ENVIRONMENT, REPOSITORY, SCRIPT, SMALL_EXAMPLE, brorl, example_script, metric_lines
 
 from megatron_brorl.config.load import load
 
@@ -77,7 +77,7 @@ def test_the_smoke_run_by_torchrun(tmp_path, monkeypatch):
     options = ("--smoke", f"run.dir={directory}", *SMALL_EXAMPLE, "train.steps=2")
     result = run("torchrun", "--nproc-per-node", 2, SCRIPT, *options)
     assert result.returncode == 0, result.stderr
-    lines = rows(directory)
+    lines = metric_lines(directory)
     assert [line["step"] for line in lines] == [0, 1]
     assert sum(line["updates"] for line in lines) >= 1
     shape = json.loads((directory / "model" / "config.json").read_text())

@@ -20,7 +20,7 @@ OPTIONS = [
     *("train.steps=4", "train.checkpoint_every=2", "data.held_out=[]"),
     *("algo.kl_coef=0.01", "reference.reset_every=1", "rollout.n=8"),
 ]
-TOKENS = torch.arange(48).view(4, 12) % 29 + 3
+TOKENS = torch.arange(48).view(4, 12) % 29 + 3  # arbitrary ids
 
 
 def logits(model):
@@ -76,7 +76,7 @@ def test_conversions_that_do_not_fit_are_refused(adapted, config, init, tmp_path
     latest = adapted / "checkpoints/latest"
     out = tmp_path / "out"
     shutil.copytree(init, other)
-    assert brorl("convert", "to-megatron", init, tmp_path / "whole").returncode == 0
+    assert brorl("convert", "to-megatron", init, tmp_path / "no_adapters").returncode == 0
     data = bytearray((other / "model.safetensors").read_bytes())
     data[-4] ^= 1
     (other / "model.safetensors").write_bytes(data)
@@ -87,7 +87,7 @@ def test_conversions_that_do_not_fit_are_refused(adapted, config, init, tmp_path
         (["convert", "to-peft", latest, out, "--config", other], "is not the base model of"),
         (["convert", "to-hf", latest, out], "holds only adapters: give the directory of the base model (--config)"),
         (["convert", "to-megatron", latest, out, "--config", init], "holds only adapters: convert to-hf"),
-        (["convert", "to-peft", tmp_path / "whole", out, "--config", init], "has no adapters"),
+        (["convert", "to-peft", tmp_path / "no_adapters", out, "--config", init], "has no adapters"),
     ]:
         result = brorl(*command)
         assert result.returncode == 2, result.stderr

@@ -12,7 +12,7 @@ from math import comb
 from pathlib import Path
 
 import pytest
-from e2e.runs import REPOSITORY, brorl, make_model, rows
+from e2e.runs import REPOSITORY, brorl, make_model, metric_lines
 
 from megatron_brorl import load_run
 
@@ -42,7 +42,7 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
     (folder / "minus.py").write_text("def score(response, row):\n    return -len(response) / 4\n")
     result = train(folder, "data.verifier=minus.py:score", "run.dir=minus", "reward.cut_off_factor=0")
     assert result.returncode == 0, result.stderr
-    lines = rows(folder / "minus")
+    lines = metric_lines(folder / "minus")
     assert all(line["reward"] < 0 < line["reward_std"] for line in lines)
     assert [(line["kept_share"], line["all_right_share"], line["all_wrong_share"]) for line in lines] == [(1, 0, 1)] * 2
     assert all(line["grad_norm"] > 0 and line["updates"] == 1 for line in lines)
@@ -59,7 +59,7 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
         assert f"mean reward {reward['mean']:.4g} (95% interval {interval})" in result.stderr
     assert "'minus.py:score' gives -0.75 to the reference answer of row sum-3" in result.stderr
 
-    # The last line names the key. pass-rates prints the share of subsets of 8 rollouts whose rewards differ.
+    # The last line warns about reward.correct_at. pass-rates prints the share of 8 of 16 rollouts whose rewards differ.
     assert "warning: no reward of the run reached reward.correct_at = 1 (mean " in result.stdout.splitlines()[-1]
     run = load_run(folder / "minus")
     counts = Counter((r["prompt_id"], r["reward"]) for step in (0, 1) for r in run.rollouts(step).to_pylist())
@@ -97,7 +97,7 @@ class Game:
     assert result.returncode == 0, result.stderr
     before = json.loads((folder / "runs" / name / "summary.json").read_text())["before"]
     assert before["mean_reward"]["mean"] == pytest.approx((0.2 + 0.2 + 0.5 + 0.5 + 0) / 5)
-    assert ("environment raised 16x" in result.stderr) == ("Game" in setting)
+    assert ("environment raised 16x" in result.stderr) == ("Game" in setting)  # the 16 rollouts of the row with low = 3
     # A reward of 0.5 is right: one of the three rows of task 1 and one of the two of task "two" have it.
     assert {name: task["mean"] for name, task in before["by_task"].items()} == {"1": 1 / 3, "two": 1 / 2}
 
@@ -152,12 +152,12 @@ def run_mine(folder):
     ],
 )
 def test_a_function_that_raises_loses_no_step(folder, run_mine, code, is_lost):
-    expected = rows(folder / "undisturbed")
+    expected = metric_lines(folder / "undisturbed")
     assert all(line["carried_rollouts"] > 0 for line in expected)
     shutil.rmtree(folder / "failed", ignore_errors=True)
     first, broken_sha256 = run_mine(code, "run.dir=failed")
     message = first.stderr.splitlines()[-1]
-    steps = len(rows(folder / "failed"))
+    steps = len(metric_lines(folder / "failed"))
     state = f"steps 1 to {steps} are lost" if is_lost else f"the state after {steps} steps is saved;"
     assert (first.returncode, "Traceback" in first.stderr, 0 < steps < 4) == (2, False, True)
     assert all(text in message for text in ("mine.py, line", "ZeroDivisionError", state, "--accept-changed-functions"))
@@ -167,7 +167,7 @@ def test_a_function_that_raises_loses_no_step(folder, run_mine, code, is_lost):
         assert (refused.returncode, "--accept-changed-functions" in refused.stderr) == (2, True)
     result, repaired_sha256 = run_mine({}, "run.dir=failed", "--accept-changed-functions")
     assert result.returncode == 0, result.stderr
-    assert rows(folder / "failed") == expected
+    assert metric_lines(folder / "failed") == expected
     changes = json.loads((folder / "failed" / "run.json").read_text())["starts"][-1]["changes"]
     hashes = [broken_sha256, repaired_sha256]
     assert changes == {f"own_functions.{name}": hashes for name in NAMES.values() if not is_lost}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tiny
-from e2e.runs import brorl, rows
+from e2e.runs import brorl, metric_lines
 from tiny_tokenizer import train_sentencepiece
 
 
@@ -19,16 +19,16 @@ def test_a_run_replays_routes_of_carried_rollouts_after_it_is_resumed(config, tm
     checked = ("train.verify_weights=always", "train.verify_tolerance=1.0")
     options = ("optim.lr=0.0", "algo.dynamic_sampling=false", "data.held_out=[]", *checked)
     gaps = {}
-    for replay in ("auto", "never"):
+    for replay, stops in (("auto", (2, 3)), ("never", (3,))):  # The first run is resumed after two steps.
         run = tmp_path / replay
         command = ["train", "--processes", "2", config, f"model.path={model}", f"run.dir={run}", *sizes, *options]
-        for steps in (2, 3) if replay == "auto" else (3,):
+        for steps in stops:
             result = brorl(*command, f"rollout.replay_routes={replay}", f"train.steps={steps}")
             assert result.returncode == 0, result.stderr
-        lines = [line for line in rows(run) if line["step"] > 0]
+        lines = [line for line in metric_lines(run) if line["step"] > 0]
         assert all(line["trained_tokens"] and line["carried_rollouts"] for line in lines)
         gaps[replay] = [(line["logprob_gap_mean"], line["reshard_gap_mean"]) for line in lines]
-    result = brorl(*command, "rollout.replay_routes=auto", "train.steps=4")  # The carried rollouts have no routes.
+    result = brorl(*command, "rollout.replay_routes=auto", "train.steps=4")  # The run with "never" has no routes.
     assert result.returncode == 2
     assert "rollout.replay_routes: " in result.stderr
     for (gap, reshard_gap), (gap_without, reshard_gap_without) in zip(gaps["auto"], gaps["never"], strict=True):

@@ -11,7 +11,7 @@ import time
 import forks
 import psutil
 import pytest
-from e2e.runs import ENVIRONMENT, brorl, reward_letters, rewind, rows, start, train, wait_for
+from e2e.runs import ENVIRONMENT, brorl, metric_lines, reward_letters, rewind, start, train, wait_for
 
 from megatron_brorl.checkpoints import folders
 
@@ -23,27 +23,27 @@ def options(config):
 
 
 @pytest.fixture(scope="module")
-def whole(config, init, options, tmp_path_factory):
+def undisturbed(config, init, options, tmp_path_factory):
     """The folder of an undisturbed run."""
-    directory = tmp_path_factory.mktemp("runs") / "whole"
+    directory = tmp_path_factory.mktemp("runs") / "undisturbed"
     train(config, init, directory, *options)
-    assert sum(line["updates"] for line in rows(directory)) > 7
+    assert sum(line["updates"] for line in metric_lines(directory)) > 7
     return directory
 
 
 def assert_same_run(directory, expected):
-    assert rows(directory) == rows(expected)
+    assert metric_lines(directory) == metric_lines(expected)
     for name in ("model/model.safetensors", *(f"rollouts/{path.name}" for path in (expected / "rollouts").iterdir())):
         assert (directory / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-def test_resume_after_a_job_s_end_a_signal_and_a_kill_is_bit_exact(whole, config, init, options, tmp_path):
+def test_resume_after_a_job_s_end_a_signal_and_a_kill_is_bit_exact(undisturbed, config, init, options, tmp_path):
     """SIGKILL ends one rank after a checkpoint and one more step; the launcher reports it and ends the other rank."""
     command = ("train", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
     result = brorl(*command, SLURM_JOB_END_TIME="1")  # The job ends in 1970, which leaves no time for a second step.
     assert result.returncode == 75, result.stderr
     assert "the job ends at" in result.stdout + result.stderr
-    assert len(rows(tmp_path)) == 1
+    assert len(metric_lines(tmp_path)) == 1
 
     process = start(*command)
     wait_for(process, "train 2/7")
@@ -61,7 +61,7 @@ def test_resume_after_a_job_s_end_a_signal_and_a_kill_is_bit_exact(whole, config
     assert "was ended by SIGKILL (out of memory?)" in output.splitlines()[-1]
     assert not (tmp_path / "summary.json").exists()
     assert "resumed from" in train(config, init, tmp_path, *options).stderr
-    assert_same_run(tmp_path, whole)
+    assert_same_run(tmp_path, undisturbed)
     starts = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert [begin["changes"] for begin in starts] == [{}] * 4
 
@@ -78,22 +78,22 @@ def test_resume_with_critic_and_reference_resets_is_bit_exact(config, init, opti
         *("shaping.overlong_tokens=3", "shaping.repetition_ngram=2", "critic.lr=1e-3", "critic.warmup_steps=1"),
         *("train.steps=3", "train.checkpoint_every=2"),
     ]
-    whole, restarted = tmp_path / "whole", tmp_path / "restarted"
-    train(config, init, whole, *options)
-    shutil.copytree(whole, restarted)
+    undisturbed, restarted = tmp_path / "undisturbed", tmp_path / "restarted"
+    train(config, init, undisturbed, *options)
+    shutil.copytree(undisturbed, restarted)
     rewind(restarted, step=2)
     assert "resumed from" in train(config, init, restarted, *options).stderr
-    assert_same_run(restarted, whole)
-    lines = rows(whole)
+    assert_same_run(restarted, undisturbed)
+    lines = metric_lines(undisturbed)
     assert [row["reference_reset"] for row in lines] == [0, 1, 0]
     assert lines[0]["updates"] == 0
     assert lines[0]["critic_updates"] > 0
 
 
-def test_a_finished_run_is_reported_and_left_unchanged(whole, config, init, options, tmp_path):
+def test_a_finished_run_is_reported_and_left_unchanged(undisturbed, config, init, options, tmp_path):
     """The command reads no checkpoint, and neither the weights nor the tokenizer of the model."""
     directory = tmp_path / "run"
-    shutil.copytree(whole, directory)
+    shutil.copytree(undisturbed, directory)
     for path in directory.rglob("*.distcp"):
         path.unlink()
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in directory.rglob("*")}
@@ -130,8 +130,8 @@ def hanging(arguments: list[str]) -> None:
         return make_experience(*inputs)
 
     trainer.make_experience = make_experience_or_hang
-    save = trainer.Trainer.save
-    trainer.Trainer.save = lambda self, new_best=None, in_background=False: save(self, new_best)  # at once
+    save = trainer.Trainer.save  # The replacement saves before it returns, not in the background.
+    trainer.Trainer.save = lambda self, new_best=None, in_background=False: save(self, new_best)
     main(arguments)
 
 
@@ -149,4 +149,4 @@ def test_a_hanging_rank_is_named_and_the_run_can_be_resumed(config, init, tmp_pa
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
     assert folders.find_damage(saved) == ""
     assert "resumed from" in train(config, init, tmp_path, *options).stderr
-    assert [row["step"] for row in rows(tmp_path)] == [0, 1]
+    assert [row["step"] for row in metric_lines(tmp_path)] == [0, 1]

@@ -12,7 +12,7 @@ import metric_faults
 import pytest
 import torch
 import yaml
-from e2e.runs import brorl, rewind, rows, train
+from e2e.runs import brorl, metric_lines, rewind, train
 from random_model import qwen2_config, write_random_model
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
@@ -23,14 +23,14 @@ from megatron_brorl.rollout_log import FOLDER, LogEntry, entries, read_groups, r
 
 
 def test_supervised_training_lowers_the_loss(warm):
-    losses = [row["loss"] for row in rows(warm.parent)]
+    losses = [row["loss"] for row in metric_lines(warm.parent)]
     assert len(losses) == 60
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
 def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     directory, result = finished
-    lines = rows(directory)
+    lines = metric_lines(directory)
     assert [line["step"] for line in lines] == list(range(8))
     assert all(line["rollouts"] == 6 * 32 for line in lines)
     assert sum(line["updates"] for line in lines) >= 8
@@ -41,12 +41,12 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     summary = json.loads((directory / "summary.json").read_text())
     assert metric_faults.of_summary(summary) == []
     for when in ("before", "after"):
-        first, second = summary[f"pass_at_1_{when}"], summary[f"pass_at_2_{when}"]
-        assert 0 <= first["low"] <= first["mean"] <= first["high"] <= 1
-        assert second == summary[when]["pass_at_k"]["2"] >= first["mean"]
-        assert f"held-out {when}: pass@1 {100 * first['mean']:.1f}%" in result.stderr
+        pass_at_1, pass_at_2 = summary[f"pass_at_1_{when}"], summary[f"pass_at_2_{when}"]
+        assert 0 <= pass_at_1["low"] <= pass_at_1["mean"] <= pass_at_1["high"] <= 1
+        assert pass_at_2 == summary[when]["pass_at_k"]["2"] >= pass_at_1["mean"]
+        assert f"held-out {when}: pass@1 {100 * pass_at_1['mean']:.1f}%" in result.stderr
         (line,) = (line for line in result.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
-        assert line.endswith(f"pass@2  {second:.4f}")
+        assert line.endswith(f"pass@2  {pass_at_2:.4f}")
     assert "6 prompts x 32 rollouts = 192 -> 2 optimizer steps" in result.stderr
     assert set(summary["findings"]) <= {"task never right"}  # this model never learns to reverse words
     assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
@@ -57,14 +57,14 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
     # The rollout log has every step and all three evaluations; the console shows three samples of each evaluation.
-    moments = entries(directory / "rollouts")
-    assert [entry.number for entry in moments if entry.kind == "step"] == list(range(8))
-    assert [entry.number for entry in moments if entry.kind == "evaluation"] == [0, 4, 8]
+    log_entries = entries(directory / "rollouts")
+    assert [entry.number for entry in log_entries if entry.kind == "step"] == list(range(8))
+    assert [entry.number for entry in log_entries if entry.kind == "evaluation"] == [0, 4, 8]
     for line in lines:
         groups = read_groups(directory / "rollouts", LogEntry("step", line["step"])).to_pylist()
         assert sum(g["right"] for g in groups) / (6 * 32) == pytest.approx(line["reward"])
         assert sum(g["trained"] for g in groups) / 6 == pytest.approx(line["kept_share"])
-        assert sum(g["recorded"] for g in groups) == 4 * 32
+        assert sum(g["recorded"] for g in groups) == 4 * 32  # run.record_groups is 4
     groups = read_groups(directory / "rollouts", LogEntry("evaluation", 8)).to_pylist()
     assert sum(g["right"] for g in groups) / (24 * 2) == pytest.approx(summary["pass_at_1_after"]["mean"])
     assert len(read_rollouts(directory / "rollouts", LogEntry("evaluation", 8))) == 24 * 2
@@ -97,7 +97,7 @@ def test_early_stopping_and_the_model_card(config, warm, tmp_path):
     assert result.returncode == 0, result.stderr
     text = (run / "summary.json").read_text()
     summary = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-    assert summary["steps"] == len(rows(run)) == 2
+    assert summary["steps"] == len(metric_lines(run)) == 2
     assert "nan" not in (result.stdout + result.stderr).lower()
     assert "optim.lr = 0: raise it" in summary["findings"]["weights unchanged"]
     assert result.stdout.splitlines()[-1].removeprefix("warning: ") in summary["findings"].values()
@@ -115,14 +115,14 @@ def test_early_stopping_and_the_model_card(config, warm, tmp_path):
     shutil.rmtree(run / "model")  # A run with a model counts as finished.
     assert brorl(*command).returncode == 0
     assert (run / "model" / "README.md").read_bytes() == written
-    assert len(rows(run)) == 2
+    assert len(metric_lines(run)) == 2
 
 
 def test_the_time_limit_ends_refills_and_the_run(config, init, tmp_path):
     options = ["train.max_seconds=1e-3", "train.steps=50", "rollout.n=8", "rollout.refills=1000", "data.held_out=[]"]
     result = brorl("train", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
     assert result.returncode == 0, result.stderr
-    assert [row["rounds"] for row in rows(tmp_path)] == [1]
+    assert [row["rounds"] for row in metric_lines(tmp_path)] == [1]
 
 
 def test_a_student_learns_from_a_teacher_and_resumes_bit_exactly(config, init, warm, tmp_path):
@@ -130,17 +130,17 @@ def test_a_student_learns_from_a_teacher_and_resumes_bit_exactly(config, init, w
     files = f"data.mixture=[{{files=['{config.parent / 'train.jsonl'}'], weight=1, verifier='none'}}]"
     options = ["data.train=[]", files, f"teacher.path={warm}", "algo.distill_coef=1", "algo.dynamic_sampling=false"]
     options += ["train.offload=true", "parallel.pipeline=2", "optim.lr=3e-3", "theory.every=0", "train.steps=6"]
-    whole, restarted = tmp_path / "whole", tmp_path / "restarted"
-    train(config, init, whole, *options)
-    shutil.copytree(whole, restarted)
+    undisturbed, restarted = tmp_path / "undisturbed", tmp_path / "restarted"
+    train(config, init, undisturbed, *options)
+    shutil.copytree(undisturbed, restarted)
     rewind(restarted, step=3)
     assert "resumed from" in train(config, init, restarted, *options).stderr
-    lines = rows(whole)
-    assert rows(restarted) == lines
+    lines = metric_lines(undisturbed)
+    assert metric_lines(restarted) == lines
     kl = [row["teacher_kl"] for row in lines]
     assert kl[-1] < 0.9 * kl[0]
     assert {row["reward"] for row in lines} == {0.0}
-    assert sum(row["updates"] for row in lines) == 12
+    assert sum(row["updates"] for row in lines) == 6 * 2  # steps x algo.mini_batches
 
 
 def test_evaluate_gives_the_result_of_the_run(finished, config, tmp_path):
@@ -168,7 +168,7 @@ def test_a_step_can_span_two_epochs(config, init, tmp_path):
     run = tmp_path / "run"
     result = brorl("train", config, f"model.path={init}", f"run.dir={run}", *sizes, *files)
     assert result.returncode == 0, result.stderr
-    assert [line["rollouts"] for line in rows(run)] == [4 * 8] * 4
+    assert [line["rollouts"] for line in metric_lines(run)] == [4 * 8] * 4
     steps = [read_groups(run / FOLDER, LogEntry("step", step))["prompt_id"].to_pylist() for step in range(4)]
     assert [(len(names), len(set(names))) for names in steps] == [(4, 4), (4, 4), (4, 3), (4, 4)]
 
@@ -190,8 +190,8 @@ def test_a_vocabulary_larger_than_the_tokenizer(config, tmp_path):
     command = ("train", config, f"model.path={model}", f"run.dir={run}", "ops.implementation=reference")
     result = brorl(*command, *options, "train.verify_weights=always")
     assert result.returncode == 0, result.stderr
-    assert all(0 < line["reshard_gap_max"] < 1e-4 for line in rows(run))
-    assert all(line["trained_tokens"] > 1000 and line["logprob_gap_max"] < 1e-4 for line in rows(run))
+    assert all(0 < line["reshard_gap_max"] < 1e-4 for line in metric_lines(run))
+    assert all(line["trained_tokens"] > 1000 and line["logprob_gap_max"] < 1e-4 for line in metric_lines(run))
 
 
 def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 
 import forks
 import pytest
-from e2e.runs import MAKE_MODEL, REPOSITORY, SMALL_EXAMPLE, example_script, rows
+from e2e.runs import MAKE_MODEL, REPOSITORY, SMALL_EXAMPLE, example_script, metric_lines
 from slurm.one_node import OneNode, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"no Slurm here ({missing()} missing)")]
@@ -179,14 +179,14 @@ def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, run_job, repository
     options = ("run.dir=runs/preempted", "algo.dynamic_sampling=false", "rollout.refills=0", "train.steps=5000")
     job = sbatch(*TWO_RANKS, "examples/slurm/preemptible.sbatch", "--smoke", *SMALL_EXAMPLE, *options)
     metrics = run / "metrics.jsonl"
-    until(lambda: slurm.job(job)["JobState"] == "FAILED" or (metrics.exists() and rows(run)), repository)
+    until(lambda: slurm.job(job)["JobState"] == "FAILED" or (metrics.exists() and metric_lines(run)), repository)
     run_job("--partition=high", "--wrap=true")
     assert (slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == ("PENDING", "1")
     assert "the state is saved; requeueing job" in output(repository)
-    saved = len(rows(run))
+    saved = len(metric_lines(run))
     assert (run / "checkpoints" / "latest").read_text().strip() == f"step_{saved:08d}"
     start_soon(slurm, job)
-    until(lambda: len(rows(run)) > saved, repository)
+    until(lambda: len(metric_lines(run)) > saved, repository)
     assert "resumed from" in output(repository)
     slurm.command("scancel", job)
     until(lambda: not slurm.command("squeue", "--noheader").stdout, repository)

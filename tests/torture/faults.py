@@ -78,8 +78,8 @@ class Faults:
         if fault == KILL:
             os.kill(self.pid, signal.SIGKILL)
         file_name = () if file is None or isinstance(file, int) else (str(file),)  # Errors of open files have no name.
-        number = getattr(errno, str(fault))
-        raise OSError(number, os.strerror(number), *file_name)
+        code = getattr(errno, str(fault))
+        raise OSError(code, os.strerror(code), *file_name)
 
     def _place(self, file: Any, folder: int | None = None) -> str:
         """Return the part of run.dir that a file belongs to, or "" for any other file."""
@@ -102,7 +102,7 @@ class Faults:
 
     def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if place := self._place(args[0], kwargs.get("dir_fd")) if args else "":
+            if args and (place := self._place(args[0], kwargs.get("dir_fd"))):
                 self.operation(call.__name__, place, args[0])
             return call(*args, **kwargs)
 

@@ -50,13 +50,13 @@ def spoiled(data: bytes, spoil: tuple[float, int, bytes]) -> bytes:
     return data[:begin] + inserted + data[begin + removed :]
 
 
-def with_value(raw: Any, place: int, value: Any) -> Any:
-    """Return a copy of a JSON object with one value replaced, at any depth. place: a number that selects the value."""
+def with_value(raw: Any, selector: int, value: Any) -> Any:
+    """Return a copy of a JSON object with one value replaced, at any depth. selector: any number; selects the value."""
     keys = sorted(raw)
-    key = keys[place % len(keys)]
+    key = keys[selector % len(keys)]
     inner = raw[key]
-    deeper = isinstance(inner, dict) and inner and place % 2
-    return {**raw, key: with_value(inner, place // len(keys), value) if deeper else value}
+    deeper = isinstance(inner, dict) and inner and selector % 2
+    return {**raw, key: with_value(inner, selector // len(keys), value) if deeper else value}
 
 
 def accepted(function: Any, *arguments: Any) -> bool:
@@ -98,17 +98,17 @@ def read_model(folder: Path) -> None:
 
 @QUICK
 @given(st.integers(0, 500), VALUES, st.none() | SPOIL, st.booleans())
-def test_spoiled_models(model, tmp_path, place, value, spoil, in_header):
+def test_spoiled_models(model, tmp_path, selector, value, spoil, in_header):
     config = (model / CONFIG).read_bytes()
     weights = (model / WEIGHTS).read_bytes()
-    size = int.from_bytes(weights[:8], "little")
-    table = weights[8 : 8 + size]
+    header_size = int.from_bytes(weights[:8], "little")
+    header = weights[8 : 8 + header_size]
     if in_header:  # of the weights; else in config.json
-        table = json.dumps(with_value(json.loads(table), place, value)).encode()
-        content = struct.pack("<Q", len(table)) + table + weights[8 + size :]
+        header = json.dumps(with_value(json.loads(header), selector, value)).encode()
+        content = struct.pack("<Q", len(header)) + header + weights[8 + header_size :]
         weights = content if spoil is None else spoiled(weights, spoil)
     else:
-        text = json.dumps(with_value(json.loads(config), place, value)).encode()
+        text = json.dumps(with_value(json.loads(config), selector, value)).encode()
         config = text if spoil is None else spoiled(config, spoil)
     (tmp_path / CONFIG).write_bytes(config)
     (tmp_path / WEIGHTS).write_bytes(weights)
@@ -120,8 +120,8 @@ ROWS = [{"prompt": "1+1=", "answer": "2", "id": "a", "verifier": "exact", "metad
 
 @QUICK
 @given(st.integers(0, 50), VALUES, st.none() | SPOIL)
-def test_spoiled_rows(tmp_path, place, value, spoil):
-    lines = [json.dumps(row).encode() + b"\n" for row in (ROWS[0], with_value(ROWS[1], place, value))]
+def test_spoiled_rows(tmp_path, selector, value, spoil):
+    lines = [json.dumps(row).encode() + b"\n" for row in (ROWS[0], with_value(ROWS[1], selector, value))]
     file = tmp_path / "rows.jsonl"
     file.write_bytes(spoiled(b"".join(lines), spoil) if spoil else b"".join(lines))
     accepted(read_rows, file)
@@ -129,7 +129,7 @@ def test_spoiled_rows(tmp_path, place, value, spoil):
 
 @QUICK
 @given(st.integers(0, 500), VALUES, st.none() | SPOIL)
-def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
+def test_spoiled_checkpoints(model, tmp_path, selector, value, spoil):
     """run.json is spoiled, and the manifest has the hash of the spoiled file."""
     current = fingerprint(Config(), read_shape(model), {})
     run = {
@@ -161,6 +161,6 @@ def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
 
     (step / checkpoint.RUN).write_text(json.dumps(run))
     assert accepted(resume)
-    data = json.dumps(with_value(run, place, value)).encode()
+    data = json.dumps(with_value(run, selector, value)).encode()
     (step / checkpoint.RUN).write_bytes(spoiled(data, spoil) if spoil else data)
     accepted(resume)

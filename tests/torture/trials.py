@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import forks
 import pyarrow as pa
-from e2e.runs import ENVIRONMENT, make_model, reward_letters, rows, write_config
+from e2e.runs import ENVIRONMENT, make_model, metric_lines, reward_letters, write_config
 from torture import faults
 
 from megatron_brorl import rollout_log
@@ -61,7 +61,7 @@ class Outcome:
         summary = json.loads((directory / "summary.json").read_text())
         folder = directory / rollout_log.FOLDER
         return cls(
-            metrics=rows(directory),
+            metrics=metric_lines(directory),
             summary={k: v for k, v in summary.items() if k not in _TIMED},
             records={
                 str(entry): (rollout_log.read_groups(folder, entry), rollout_log.read_rollouts(folder, entry))
@@ -101,12 +101,13 @@ class Torture:
         make_model(config, model)
         self.words = [str(config), f"model.path={model}", *reward_letters(config), *OPTIONS]
 
-        result = self.start(self.root / "whole")
+        undisturbed = self.root / "undisturbed"
+        result = self.start(undisturbed)
         assert result.returncode == 0, result.stderr
-        self.expected = Outcome.read(self.root / "whole")
+        self.expected = Outcome.read(undisturbed)
         assert sum(line["updates"] for line in self.expected.metrics) > 1
-        half = self.root / "half"
-        result = self.start(half, {"rank": 0, "operation": "metrics.jsonl: write", "number": 2, "fault": faults.KILL})
+        fault = {"rank": 0, "operation": "metrics.jsonl: write", "number": 2, "fault": faults.KILL}
+        result = self.start(self.root / "killed", fault)
         assert result.returncode == -9, result.stderr
 
     def count(self) -> None:
@@ -132,7 +133,7 @@ class Torture:
         directory = self.root / "run"
         shutil.rmtree(directory, ignore_errors=True)
         if stage == RESUMED:
-            shutil.copytree(self.root / "half", directory)
+            shutil.copytree(self.root / "killed", directory)
         return directory
 
     def choose(self, rng: random.Random, fault: str) -> tuple[str, dict[str, Any]]:

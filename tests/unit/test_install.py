@@ -46,7 +46,7 @@ case "$*" in
     [[ ${REACHED:-} == up ]] || fail "the index does not answer"
     "$STANDINS/torch" "$venv" 2.13.0+cpu None ;;
   *torch==*)
-    [[ -d $venv/site/torch && $* == *torch==$(cat "$venv/site/torch/whole")* ]] && exit 0
+    [[ -d $venv/site/torch && $* == *torch==$(cat "$venv/site/torch/full_version")* ]] && exit 0
     [[ ${OWN:-} == cpu ]] && exec "$STANDINS/torch" "$venv" 2.13.0+cpu None
     [[ ${OWN:-} == cuda && $* != *+cpu* ]] && exec "$STANDINS/torch" "$venv" 2.13.0 '"13.0"'
     fail "No matching distribution found" ;;
@@ -59,7 +59,7 @@ mkdir -p "$1/site/torch" "$1/site/torch-$2.dist-info"
 echo 'raise ImportError("its dependencies are not there yet")' >"$1/site/torch/__init__.py"
 printf '__version__ = "%s"\\ncuda = %s\\n' "$2" "$3" >"$1/site/torch/version.py"
 printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: %s\\n' "$2" >"$1/site/torch-$2.dist-info/METADATA"
-echo "$2" >"$1/site/torch/whole"
+echo "$2" >"$1/site/torch/full_version"
 echo "torch $2" >>"$LOG"
 """
 
@@ -105,9 +105,9 @@ def test_without_cuda_the_cpu_build_is_installed_without_kernels(install, machin
     assert process.stderr == ""
     assert installed_torches(log) == ["2.13.0+cpu"]
     assert "--system-site-packages" not in log[0]
-    later = [line for line in log if "--no-deps" not in line and line.startswith("pip ")]
-    assert len(later) == 2
-    assert all("torch==2.13.0+cpu" in line for line in later)  # No other package may replace torch.
+    with_dependencies = [line for line in log if "--no-deps" not in line and line.startswith("pip ")]
+    assert len(with_dependencies) == 2
+    assert all("torch==2.13.0+cpu" in line for line in with_dependencies)  # No other package may replace torch.
     assert log[-1].endswith("--no-build-isolation --no-deps --editable .")
     assert log[-1].startswith("pip BRORL_CUDA=0 ")
 

@@ -85,8 +85,8 @@ def test_unreadable_files_are_errors_of_one_line(tmp_path):
     assert "holds no recorded rollouts; give the run.dir" in error(lambda: rollout_log.entries(tmp_path / "nowhere"))
     rollout_log.write_groups(tmp_path, STEP, groups(1))
     path = tmp_path / "step_000003.groups.parquet"
-    whole = path.read_bytes()
-    for damaged in (b"", b"text", whole[:-30], b"\0" * len(whole)):
+    intact = path.read_bytes()
+    for damaged in (b"", b"text", intact[:-30], b"\0" * len(intact)):
         path.write_bytes(damaged)
         assert error(lambda: rollout_log.read_groups(tmp_path, STEP)).startswith(f"{path}: not a readable Parquet file")
     rollout_log.write_rollouts(tmp_path, STEP, rank=0, rollouts=groups(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -90,19 +89,19 @@ def stop(answer: str, row: VerifierRow) -> float:
 
 def writes(answer: str, row: VerifierRow) -> float:
     """Write into every open pipe, as an answer could if a verifier executed it."""
-    texts = {
+    message = {
         "noise": b"\xff" * 4096 + b"\n",
         "endless": b"x" * 100_000,
-        "forged": json.dumps(["ok", 0.5, "", {}]).encode() + b"\n" + json.dumps(["ok", 0.5, "", {}]).encode() + b"\n",
+        "forged": b'["ok", 0.5, "", {}]\n' * 2,
         "nested": b"[" * 30_000 + b"\n",
         "infinite": b'["ok", 1e999, "", {}]\n',
         "status": b'["great", 1.0, "", {}]\n',
         "part": b'["ok", 1.0, "", {"a": "1"}]\n',
         "short": b'["ok"]\n',
-    }
-    for fd in range(3, 64) if answer in texts else ():
+    }.get(answer, b"")
+    for fd in range(3, 64):
         with contextlib.suppress(OSError):
-            os.write(fd, texts[answer])
+            os.write(fd, message)
     return 0.25
 
 

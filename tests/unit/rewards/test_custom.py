@@ -63,7 +63,7 @@ def test_equal_answers_are_scored_once_if_the_function_is_pure(folder):
     verifiers = checked("my_rewards.py:count", "my_rewards.py:full", "exact")
     sha256 = hashlib.sha256(GOOD.encode()).hexdigest()
     hashes = {"my_rewards.py:count": sha256, "my_rewards.py:full": sha256}
-    assert verifiers == CheckedVerifiers(hashes, frozenset(["my_rewards.py:count"]))
+    assert verifiers == CheckedVerifiers(sha256=hashes, impure=frozenset(["my_rewards.py:count"]))
     with RewardPool(workers=1, timeout_s=20.0, impure=verifiers.impure) as pool:
         scores = pool.score(ask("my_rewards.py:count", *"aaaa"))
     assert [score.reward for score in scores] == [0.25, 0.5, 0.75, 1.0]

@@ -66,7 +66,7 @@ def test_long_responses_are_not_searched():
     ],
 )
 def test_places(response, answers):
-    """test_math.py has more texts after "####"."""
+    """Check the answers in the first form that occurs. answer_pairs.tsv has more answers after "####"."""
     assert places(response) == answers
 
 
@@ -95,4 +95,4 @@ def test_forms_without_a_possible_answer_are_skipped():
 def test_many_spellings_are_not_compared():
     spellings = [rf"\boxed{{5{' ' * i}.}}" for i in range(50)]
     reasons = [given_answer(" ".join(spellings[:n]), same_text)[1] for n in (5, 50)]
-    assert [bool(reason) for reason in reasons] == [False, True]
+    assert [bool(reason) for reason in reasons] == [False, True]  # 5 spellings of one answer are compared, 50 are not.

@@ -42,7 +42,7 @@ def gym(answer: str) -> Prompt:
 def test_rewards_with_and_without_partial_credit(pool):
     exact = Prompt("e", text="?", token_ids=(1,), answer="yes", verifier="exact")
     tasks = [(exact, "stop length stop"), (gym("3"), "stop stop stop length")]
-    texts = ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"]
+    texts = ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"]  # An answer to a gym task has at most 4096 characters.
     partial = score(tasks, texts, pool, RewardConfig(extract="full", cut_off_factor=1.0))
     assert partial.rewards.tolist() == [1.0, 1.0, 0.0, 1.0, 0.5, 0.0, 1.0]
     assert partial.right == [True, True, False, True, False, False, True]
@@ -157,7 +157,7 @@ def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool):
 
 def test_a_rollout_with_an_environment_has_its_score():
     """Check that no verifier is called, and that the answer is the text of the last turn of the model."""
-    rollouts: list[Any] = [
+    rollouts: list[Any] = [  # token ids, 1 for each sampled token, finish reason, score of the environment
         ([5, 6, 2, 80, 81, 7, 8, 2], [1, 1, 1, 0, 0, 1, 1, 1], "stop", ScoreResult(1.0, "ok")),
         ([80, 5, 2, 81, 82], [0, 1, 1, 0, 0], "length", ScoreResult(1.0, "ok")),  # reward.cut_off_factor is 0
         ([9, 2], [1, 1], "stop", ScoreResult(0.0, "error", "ValueError: no")),

@@ -194,7 +194,7 @@ def test_close_ends_the_workers_and_fails_missing_scores():
 def test_workers_outlive_the_thread_that_made_the_pool():
     """On Linux a worker dies with the thread that started it."""
     with ThreadPoolExecutor(1) as thread:
-        new_pool = thread.submit(RewardPool, 1, 20.0, MAKE).result()
+        new_pool = thread.submit(RewardPool, workers=1, timeout_s=20.0, judge_factory=MAKE).result()
     with new_pool as pool:
         assert pool.score(ask("echo", "0.5")) == [ScoreResult(0.5, "ok")]
         assert pool.stats.restarts == 0
@@ -239,7 +239,7 @@ def test_an_in_process_function_scores_only_its_own_rows():
         return 1 / len(answer)
 
     scored: list[tuple[str, str]] = []
-    with RewardPool(1, 20.0, MAKE, function=score_locally) as pool:
+    with RewardPool(workers=1, timeout_s=20.0, judge_factory=MAKE, function=score_locally) as pool:
         scores = pool.score([*ask(IN_PROCESS, "ab", "", "ab", None), *ask("echo", "0.25")])
         pool.cancel()
         assert pool.score(ask(IN_PROCESS, "abcd")) == [ScoreResult(0.25, "ok")]

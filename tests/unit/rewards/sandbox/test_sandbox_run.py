@@ -5,8 +5,10 @@ Hostile programs (attacks.py) do no harm. Harmless programs succeed or fail as t
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -174,7 +176,7 @@ def test_killing_the_scoring_process_ends_its_sandboxes(tmp_path):
     before = children()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    process.stdout.read(2)
+    process.stdout.read(2)  # "+\n": the imports are done.
     until(lambda: len(children() - before) >= 5)  # the process, bubblewrap, guard, runner, test
     process.kill()
     process.wait()
@@ -226,7 +228,7 @@ EXITS = {
     "    def flush(self): raise OSError\nsys.stdout = W()",
 }
 
-# Programs for the forms that call a function. Each defines add(a, b).
+# The function that FORMS tests.
 ADD = "def add(a, b): return a + b\n"
 
 # Programs that end while they are loaded, with the expected share of passed tests.
@@ -241,7 +243,7 @@ LOADED = {
     "sys.exit(1)": (ADD + "import sys\nsys.exit(1)", 0.0),
 }
 
-# Functions that end the program for some arguments, with the share of passed tests (0, 4711), (1, 4712), (2, 4713).
+# Functions that end the program for some of the arguments (0, 4711), (1, 4712), (2, 4713), with the passed share.
 CALLED = {
     "sys.exit(0)": ("import sys\ndef add(a, b): sys.exit(0)", 0.0),
     "os._exit in a thread": (
@@ -296,9 +298,6 @@ def test_a_test_passes_only_if_the_function_returns(name, form):
 
 
 def test_builtin_values_survive_encoding_and_classes_do_not():
-    import collections
-    import json
-
     plain = [None, True, 1, -2.5, "x", [1, [2]], {"a": 1}]
     for value in [*plain, (1, (2,)), {1, 2}, frozenset("a"), {1: 2}, {"!": 1}, 1j, b"\0"]:
         back = codec.decode(codec.parse(json.dumps(codec.encode(value))))

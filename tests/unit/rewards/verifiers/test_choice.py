@@ -5,9 +5,9 @@ from rows import row
 
 from megatron_brorl.rewards.verifiers.choice import find, verify
 
-DRESSES = ["{}", "({})", "{}.", "{})", "**{}**", r"\boxed{{{}}}", r"\boxed{{\text{{({})}}}}", "Answer: {}", "[{}]",
-           "The answer is ({}).", "The answer is **{}**.", "Option {}", "<answer>{}</answer>", "${}$",
-           "The correct answer is {} because B and C fail."]  # fmt: skip
+NOTATIONS = ["{}", "({})", "{}.", "{})", "**{}**", r"\boxed{{{}}}", r"\boxed{{\text{{({})}}}}", "Answer: {}", "[{}]",
+             "The answer is ({}).", "The answer is **{}**.", "Option {}", "<answer>{}</answer>", "${}$",
+             "The correct answer is {} because B and C fail."]  # fmt: skip
 CHOICES = ["London", "Paris", "a dog", "12 m"]
 
 
@@ -16,11 +16,11 @@ def reward(response, task):
     return 0.0 if answer is None else verify(answer, task).reward
 
 
-@pytest.mark.parametrize("dress", DRESSES)
-def test_letters_are_read_in_any_notation(dress):
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_letters_are_read_in_any_notation(notation):
     for choice, right in itertools.product("ABCDJ", repeat=2):
-        assert reward(dress.format(choice), row(right)) == (choice == right)
-        assert reward(dress.format(choice), row(f"({right.lower()})")) == (choice == right)
+        assert reward(notation.format(choice), row(right)) == (choice == right)
+        assert reward(notation.format(choice), row(f"({right.lower()})")) == (choice == right)
 
 
 def test_small_letters_count_in_brackets_or_on_their_own():

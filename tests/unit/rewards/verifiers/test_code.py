@@ -50,7 +50,7 @@ SCRIPTS = [
         },
     ),
 ]
-# Each case: the name of a function, its calls (arguments, result), and lambdas that pass all, none and half of them.
+# Each case: a function name, its calls (arguments, result) or asserts, and lambdas that pass all, none and half.
 FUNCTIONS = [
     ("add", [([0, 2], 2), ([1, 2], 3)], ["a, b: a + b", "a, b: None", "a, b: b"]),
     ("swap", [([1, 1], [1, 1]), ([1, 2], [2, 1])], ["a, b: (b, a)", "a, b: None", "a, b: (a, b)"]),
@@ -67,7 +67,7 @@ ASSERTS = [
 ]
 
 
-def problems() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+def tasks() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
     """Yield metadata, and programs with their rewards."""
     for examples, programs in SCRIPTS:
         yield {"tests": [{"input": given, "output": expected} for given, expected in examples]}, programs
@@ -82,7 +82,7 @@ def problems() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
 
 
 @NEEDS_SANDBOX
-@pytest.mark.parametrize(("metadata", "programs"), list(problems()))
+@pytest.mark.parametrize(("metadata", "programs"), list(tasks()))
 def test_reward_is_the_share_of_passed_tests(metadata, programs):
     for program, share in programs.items():
         result = score(program, metadata, LONG if share else SHORT)
@@ -93,7 +93,7 @@ def test_reward_is_the_share_of_passed_tests(metadata, programs):
 def test_programs_are_scored_in_worker_processes():
     """Score responses through the pool, where a worker has a memory limit and a deadline."""
     requests, expected = [], []
-    for metadata, programs in list(problems())[::5]:  # one of each form
+    for metadata, programs in list(tasks())[::5]:  # one of each form
         prompt = Prompt("p", text="", token_ids=(1,), answer=None, verifier="code", metadata=metadata)
         for program, share in programs.items():
             requests.append(ScoreRequest(prompt, code.find(f"So:\n```python\n{program}\n```\nDone.")))

@@ -17,16 +17,15 @@ def fence(content: str, language: str = "python", mark: str = "```") -> str:
     return f"{mark}{language}\n{content}\n{mark}\n"
 
 
-# Programs of the responses below. MAIN and SOLVE print twice the number that they read. FIRST is wrong: it adds 1.
+# Programs of the responses below. MAIN and SOLVE print twice the number that they read. WRONG prints 1 more.
 MAIN = "n = int(input())\nprint(n * 2)"
 SOLVE = (
     "import sys\n\ndef solve():\n    n = int(sys.stdin.readline())\n    print(2 * n)\n\n"
     "if __name__ == '__main__':\n    solve()"
 )
-FIRST = "n = int(input())\nprint(n + n + 1)"
+WRONG = "n = int(input())\nprint(n + n + 1)"
 QUOTES = 'def doc():\n    """Example:\n\n```python\n>>> doc()\n```\n    """\n\nn = int(input())\nprint(n * 2)'
 BARE_QUOTES = "TEXT = '''\n```\n{}\n```\n'''\nprint(TEXT.format(input()))"
-FIVE = "5"
 GIVEN = "import io, sys\nsys.stdin = io.StringIO('5')\nn = int(input())\nprint(2 * n)"
 
 # name -> (response, program)
@@ -44,27 +43,27 @@ SCRIPTS = {
     # Blocks before the program.
     "a helper before": (fence("def double(n):\n    return 2 * n") + fence(MAIN), MAIN),
     # Several programs.
-    "a revised one": (f"{fence(FIRST)}Wait, that is off by one.\n{fence(MAIN)}", MAIN),
-    "the first is right": (fence(MAIN) + "Or:\n" + fence(FIRST), FIRST),
+    "a revised one": (f"{fence(WRONG)}Wait, that is off by one.\n{fence(MAIN)}", MAIN),
+    "a second one that is wrong": (fence(MAIN) + "Or:\n" + fence(WRONG), WRONG),
     "a revised one that does not compile": (fence(MAIN) + fence("n = int(input()\nprint(n * 2)"), MAIN),
     # Fences.
     "three backticks in four": (fence(BARE_QUOTES, "python", "````"), BARE_QUOTES),
-    "a fence in a docstring, then an output": (fence(QUOTES) + "Output:\n" + fence(FIVE, ""), QUOTES),
+    "a fence in a docstring, then an output": (fence(QUOTES) + "Output:\n" + fence("5", ""), QUOTES),
     "bare fences in a string": (fence(BARE_QUOTES), BARE_QUOTES),
     "text after the closing fence, then an output": (f"```python\n{MAIN}\n``` It prints\n```output\n5\n```\n", MAIN),
-    "an open program, then a block": (f"```python\n{FIRST}\n{fence(MAIN)}", MAIN),
-    "an open program at the end": (fence(MAIN) + f"Better:\n```python\n{FIRST}", MAIN),
+    "an open program, then a block": (f"```python\n{WRONG}\n{fence(MAIN)}", MAIN),
+    "an open program at the end": (fence(MAIN) + f"Better:\n```python\n{WRONG}", MAIN),
     "only an open fence": (f"```python\n{MAIN}", None),
     # Thoughts.
-    "a block in the thought": (f"<think>{fence(FIRST)}</think>\n{fence(MAIN)}", MAIN),
+    "a block in the thought": (f"<think>{fence(WRONG)}</think>\n{fence(MAIN)}", MAIN),
     "only in the thought": (f"<think>\n{fence(MAIN)}</think>\nI give up.", None),
-    "an open fence in the thought": (f"<think>\n```python\n{FIRST}\n</think>\n{fence(MAIN)}{fence(FIVE, '')}", MAIN),
+    "an open fence in the thought": (f"<think>\n```python\n{WRONG}\n</think>\n{fence(MAIN)}{fence('5', '')}", MAIN),
     "a thought that does not end": (f"<think>\n{fence(MAIN)}", None),
     "only a block of another language": (fence("echo 10", "bash"), None),
 }
 
 ADD = "def add(a, b):\n    return a + b"
-OLD = "def add(a, b):\n    return a - b"
+SUBTRACT = "def add(a, b):\n    return a - b"
 METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b"
 GCD = "from math import gcd\nclass Solution:\n    def gcd(self, a): return gcd(a, 6)"
 INHERITS = "class A:\n    add = int.__add__\nclass Solution(A): pass"
@@ -76,9 +75,9 @@ FUNCTIONS = {
     "a test's function": (fence(ADD) + fence("def test_add():\n    assert add(1, 2) == 3\n\ntest_add()"), "add", ADD),
     "a local of that name": (fence(ADD) + fence("def f():\n    add = 1\n    return add\nprint(f())"), "add", ADD),
     "a method of that name": (fence(ADD) + fence(METHOD), "add", ADD),
-    "a revised one, then a call": (fence(OLD) + fence(ADD) + fence("print(add(1, 2))"), "add", ADD),
-    "the first is right": (fence(ADD) + "Or:\n" + fence(OLD), "add", OLD),
-    "a lambda": (fence(OLD) + fence(LAMBDA) + fence("add(1, 2)"), "add", LAMBDA),
+    "a revised one, then a call": (fence(SUBTRACT) + fence(ADD) + fence("print(add(1, 2))"), "add", ADD),
+    "a second one that is wrong": (fence(ADD) + "Or:\n" + fence(SUBTRACT), "add", SUBTRACT),
+    "a lambda": (fence(SUBTRACT) + fence(LAMBDA) + fence("add(1, 2)"), "add", LAMBDA),
     "only an import": (fence("from math import gcd") + fence("print(gcd(4, 6))"), "gcd", "from math import gcd"),
     "a method": (fence(METHOD) + fence("print(Solution().add(1, 2))"), "Solution.add", METHOD),
     "a class as on LeetCode": (fence(METHOD) + fence("print(Solution().add(1, 2))"), "add", METHOD),
@@ -119,7 +118,7 @@ def test_program_is_the_one_that_a_reader_would_choose(response, function, expec
 )
 def test_program_is_recognised_by_any_way_to_read_and_print(program):
     """The program wins against an earlier one that reads, and against a later block that runs without input."""
-    response = fence(FIRST) + fence(program) + "For example:\n" + fence("def f(input):\n    print(2 * input)\n\nf(5)")
+    response = fence(WRONG) + fence(program) + "For example:\n" + fence("def f(input):\n    print(2 * input)\n\nf(5)")
     assert chosen(response) == program + "\n"
 
 

@@ -64,8 +64,8 @@ def test_responses_below_min_words_score_zero():
 
 
 def test_repeated_instructions_have_separate_parts():
-    twice = {"instruction_id_list": ["keywords:existence"] * 3, "kwargs": [{"keywords": [k]} for k in ("a", "b", "a")]}
-    result = verify("a", row(**twice))
+    thrice = {"instruction_id_list": ["keywords:existence"] * 3, "kwargs": [{"keywords": [k]} for k in ("a", "b", "a")]}
+    result = verify("a", row(**thrice))
     assert result.parts == {"keywords:existence": 1.0, "keywords:existence#2": 0.0, "keywords:existence#3": 1.0}
     assert result.reward == pytest.approx(2 / 3)
 
@@ -96,8 +96,8 @@ def test_languages_are_those_of_the_library():
     assert set(detector_factory._factory.get_lang_list()) == ifeval.LANGUAGES
 
 
-# Kind, arguments, responses that follow it, responses that do not.
 LINES = Path(__file__).with_name("ifeval_cases.jsonl").read_text("utf-8").splitlines()
+# Each case: kind and arguments of an instruction, responses that follow it, and responses that do not.
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [tuple(json.loads(line)) for line in LINES]
 
 
@@ -114,7 +114,7 @@ def test_checks_on_hand_written_responses(kind, arguments, right, wrong):
     assert [text for text in [*wrong, "", " \n"] if follows(kind, arguments, text)] == []
 
 
-def test_deeply_nested_json_is_not_followed():
+def test_deeply_nested_json_does_not_follow_the_json_instruction():
     assert not follows("detectable_format:json_format", {}, "[" * 100_000)
 
 

@@ -32,8 +32,8 @@ SHAPES |= {f"layer.{i}": (11, i + 1) for i in range(40)}
 
 
 def model() -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def read(weights):
@@ -42,7 +42,7 @@ def read(weights):
 
 
 def write_on_all_ranks(path, streams, dtype=torch.float32, encode=unchanged):
-    """Return the result or exception of write_update on each rank. Only the first rank knows the path."""
+    """Return each rank's result or exception of write_update, and the names of the tensors that each rank copied."""
     ranks = len(streams)
     barrier, gathered = threading.Barrier(ranks), [None] * ranks
     copies: list[set[str]] = [set() for _ in range(ranks)]
@@ -61,7 +61,7 @@ def write_on_all_ranks(path, streams, dtype=torch.float32, encode=unchanged):
             return encode(name, tensor)
 
         update = WeightUpdate(version=7, names=SHAPES, dtype=dtype, encode=recorded)
-        own_path = path if i == 0 else path.parent / f"unused_{i}"
+        own_path = path if i == 0 else path.parent / f"unused_{i}"  # All ranks must write to the path of rank 0.
         try:
             return write_update(iter(streams[i]), update, NodeRanks(i, ranks, exchange), own_path)
         except (UpdateRefused, UserError) as e:
@@ -86,7 +86,7 @@ def test_engines_of_a_node_share_one_file(ranks, kind, tmp_path):
         assert all(weights == results[0] for weights in results)
         assert results[0].version == 7
         assert list(tmp_path.iterdir()) == [results[0].path]
-        assert os.stat(results[0].path).st_size == file_layout(SHAPES, dtype, encode)[1]
+        assert os.stat(results[0].path).st_size == file_layout(SHAPES, dtype, encode)[1]  # its size in bytes
 
         # The tensors in the file equal those that were sent, and match the checksums in the records.
         expected = {key: part for name, tensor in sent.items() for key, part in encode(name, tensor.to(dtype))}
@@ -119,19 +119,19 @@ def damaged(pairs, name):
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "breaks off"])
 def test_fault_on_one_rank_refuses_the_update_on_all(fault, tmp_path):
-    owner = assign_writers(SHAPES, 3)
-    name = next(n for n, rank in owner.items() if rank == 1)
+    writers = assign_writers(SHAPES, 3)
+    name = next(name for name, rank in writers.items() if rank == 1)  # a tensor that the faulty rank copies
     pairs = list(with_checksums(model().items()))
 
     def broken():
         yield from pairs[:9]
         raise RuntimeError("lost")
 
-    streams = [pairs, {"missing": pairs[:-1], "damaged": damaged(pairs, name), "breaks off": broken()}[fault], pairs]
-    results, _ = write_on_all_ranks(tmp_path / "weights", streams)
-    assert all(isinstance(x, UpdateRefused) for x in results)
-    text = {"missing": "1 tensors missing", "damaged": f"for example {name}", "breaks off": "RuntimeError: lost"}[fault]
-    assert all(text in str(x) for x in results)
+    faulty_streams = {"missing": pairs[:-1], "damaged": damaged(pairs, name), "breaks off": broken()}
+    messages = {"missing": "1 tensors missing", "damaged": f"for example {name}", "breaks off": "RuntimeError: lost"}
+    results, _ = write_on_all_ranks(tmp_path / "weights", [pairs, faulty_streams[fault], pairs])
+    assert all(isinstance(result, UpdateRefused) for result in results)
+    assert all(messages[fault] in str(result) for result in results)
 
 
 def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
@@ -139,17 +139,18 @@ def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    streams = [iter(list(with_checksums(model().items()))) for _ in range(2)]
+    streams = [with_checksums(model().items()) for _ in range(2)]
     results, _ = write_on_all_ranks(tmp_path / "weights", streams)
-    assert all("engine.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in results)
-    assert all(isinstance(x, UserError) for x in results)
-    assert all(list(stream) == [] for stream in streams)  # the stream is a collective with other nodes
+    assert all(isinstance(result, UserError) for result in results)
+    assert all("engine.shared_memory: " in str(result) and "has no room for 0 MiB" in str(result) for result in results)
+    # Each rank read its stream to the end in spite of the failure, because ranks of other nodes take part in it.
+    assert all(list(stream) == [] for stream in streams)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_buckets_keep_scales_with_their_weights(tmp_path):
     sizes = {"a": 60, "b": 14, "c.weight": 9100, "c.weight_scale_inv": 8, "d": 16}
-    records = tuple(TensorRecord(name, "uint8", (size,), 0, 0) for name, size in sizes.items())
+    records = tuple(TensorRecord(name, "uint8", (size,), offset=0, checksum=0) for name, size in sizes.items())
     weights = HostWeights(tmp_path / "w", version=5, records=records)
     assert [[record.name for record in bucket] for bucket in weights.buckets(70)] == [
         ["a"],

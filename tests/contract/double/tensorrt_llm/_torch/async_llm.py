@@ -136,8 +136,8 @@ class AsyncLLM:
     async def setup_async(self) -> AsyncLLM:
         host, port = os.environ["RAY_ADDRESS"].split(":")  # like ray.init(address="auto") with a running Ray
         socket.create_connection((host, int(port))).close()
-        worker = _inject(self.args.ray_worker_extension_cls)
-        self._workers = [worker(i, self.args) for i in range(self.args.tensor_parallel_size)]
+        worker_class = _inject(self.args.ray_worker_extension_cls)
+        self._workers = [worker_class(i, self.args) for i in range(self.args.tensor_parallel_size)]
         return self
 
     def generate_async(self, inputs: Any, sampling_params: Any = None) -> RequestOutput:

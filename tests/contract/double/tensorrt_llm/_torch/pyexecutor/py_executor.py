@@ -53,15 +53,15 @@ class Model:
         self.quantized = quantized
         generator = torch.Generator().manual_seed(7)
         self.tensors = {n: 0.02 * torch.randn(s, generator=generator) for n, s in hf_shapes(self.shape).items()}
-        self.changed = True
+        self.changed = True  # whether the CPU engine has yet to load the tensors
 
     def post_load_weights(self) -> None:
         fault_point("finish")
         self.changed = True
 
     def drop(self) -> None:
-        for x in self.tensors.values():
-            x.fill_(float("nan"))
+        for tensor in self.tensors.values():
+            tensor.fill_(float("nan"))
         self.changed = True
 
 
@@ -177,7 +177,7 @@ class PyExecutor:
                     os._exit(1)
 
     def _generate(
-        self, rows: list[Row], temperature: Any, top_p: Any, top_k: Any, tokens: int, stops: Any, greedy: bool
+        self, rows: list[Row], temperature: Any, top_p: Any, top_k: Any, max_tokens: int, stops: Any, greedy: bool
     ) -> None:
         if self.lost:
             raise SystemError(f"generate with {self.lost} lost in a sleep")
@@ -189,7 +189,7 @@ class PyExecutor:
             self._torch.update_weights(model.tensors.items(), version=0)
             model.changed = False
         temperature = 0.0 if greedy else (1.0 if temperature is None else temperature)
-        sampling = Sampling(temperature, 1.0 if top_p is None else top_p, top_k or 0, tokens, stops)
+        sampling = Sampling(temperature, 1.0 if top_p is None else top_p, top_k or 0, max_tokens, stops)
         self._keys += len(rows)
         keys = range(self._keys - len(rows), self._keys)
         self.sampler.rows = dict(zip(keys, rows, strict=True))
