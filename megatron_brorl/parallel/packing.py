@@ -305,9 +305,9 @@ def own_tokens(groups: tuple[PackedGroup, ...], rank: int, size: int) -> Tensor:
     pieces = []
     begin = 0
     for length in segment_lengths(groups):
-        chunk = length // (2 * size)
+        chunk_len = length // (2 * size)
         for i in (rank, 2 * size - 1 - rank):
-            pieces.append(torch.arange(begin + i * chunk, begin + (i + 1) * chunk))
+            pieces.append(torch.arange(begin + i * chunk_len, begin + (i + 1) * chunk_len))
         begin += length
     return torch.cat(pieces)
 

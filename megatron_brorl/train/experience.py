@@ -308,7 +308,7 @@ def _column(rows: Sequence[Tensor], sampled: Rows | None = None) -> Rows:
 
 
 def _filled(sampled: Rows, column: Rows) -> Rows:
-    """Return the rows of _column with 0 or false at the tokens that were not sampled."""
+    """Undo the restriction of _column: return rows of all tokens, with 0 or false at those that were not sampled."""
     mask, values = _flat(sampled), _flat(column)
     return values.new_zeros(len(mask)).masked_scatter(mask, values).split([len(s) for s in sampled])
 

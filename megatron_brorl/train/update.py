@@ -103,7 +103,7 @@ def update_policy(
 
     def step(lr: float, indices: list[int]) -> StepMetrics | None:
         rows = experience.select(indices)
-        # The loss weights units: rollouts, or rows without slots. A rollout of an agent has several rows.
+        # A unit of the loss is a rollout, which has several rows if it is an agent's. Without slots, it is a row.
         units: Sequence[Any] = rows.slots or range(len(rows))
         lengths: dict[Any, int] = Counter()
         for unit, tokens in zip(units, rows.sampled_tokens(), strict=True):
