@@ -27,25 +27,25 @@ class CostModel:
     limit: int  # maximum number of tokens of a micro-batch
     share: bool  # config key train.share_prompt
 
-    def rows(self, prompts: Ints, responses: Ints, prompt_index: Ints) -> tuple[Ints, Ints]:
+    def rows(self, prompt_len: Ints, response_len: Ints, prompt_index: Ints) -> tuple[Ints, Ints]:
         """Return the cost of each row [rows], and the additional cost of its prompt if that is shared [rows].
 
-        Costs are rounded to integers. prompts, responses: tokens [rows]. prompt_index: index of each row's prompt.
+        Costs are rounded to integers. prompt_len, response_len: tokens [rows]. prompt_index: number of each prompt.
         """
         # A row with its own prompt: each token attends to the tokens before it.
-        tokens = prompts + responses
+        tokens = prompt_len + response_len
         plain_cost = tokens + self.pair * tokens**2 / 2
 
         # A shared prompt is computed again in each further micro-batch with responses to it.
-        prompt_cost = prompts + self.pair * prompts**2 / 2
-        copies = np.minimum(responses / self.limit, 1.0)
-        shared_cost = responses + self.pair * responses * (prompts + responses / 2) + copies * prompt_cost
+        prompt_cost = prompt_len + self.pair * prompt_len**2 / 2
+        copies = np.minimum(response_len / self.limit, 1.0)
+        shared_cost = response_len + self.pair * response_len * (prompt_len + response_len / 2) + copies * prompt_cost
 
         # Packing shares prompts only if that saves enough tokens. Integer sums do not depend on the processor.
         _, first = np.unique(prompt_index, return_index=True)
-        shared_tokens = int((responses + _rounded(copies * prompts)).sum() + prompts[first].sum())
+        shared_tokens = int((response_len + _rounded(copies * prompt_len)).sum() + prompt_len[first].sum())
         if not self.share or int(tokens.sum()) < MIN_SHARING_GAIN * shared_tokens:
-            return _rounded(plain_cost), np.zeros_like(prompts)
+            return _rounded(plain_cost), np.zeros_like(prompt_len)
         return _rounded(shared_cost), _rounded(prompt_cost)
 
 
@@ -102,6 +102,7 @@ def loads_of(parts: int, assigned: Ints, costs: Ints, prompt_index: Ints, prompt
     """Return the cost of every part [parts]: the costs of its rows, and the cost of each distinct prompt once."""
     loads = np.zeros(parts, dtype=np.int64)
     np.add.at(loads, assigned, costs)
+    # One integer for each pair of a part and a prompt.
     _, first = np.unique(assigned * (int(prompt_index.max(initial=0)) + 1) + prompt_index, return_index=True)
     np.add.at(loads, assigned[first], prompt_costs[first])
     return loads

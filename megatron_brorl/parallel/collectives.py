@@ -49,7 +49,7 @@ def all_gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Val
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Send one part to each rank; return the parts for this rank in rank order, [sum of sizes] on the CPU.
 
-    parts: [any] of one dtype per rank. sizes: the length of the part from each rank, which the caller knows.
+    parts: one 1-D tensor per rank, all of one dtype. sizes: the length of the part from each rank.
     """
     sent = torch.cat(list(parts))
     if len(parts) == 1:

@@ -102,13 +102,13 @@ def check_ranks(config: ParallelConfig, world: int) -> None:
 
     They must be a multiple of tensor x context x pipeline, and the ranks of a pipeline stage a multiple of expert.
     """
-    model = config.tensor * config.context * config.pipeline
-    if world % model:
+    replica_size = config.tensor * config.context * config.pipeline
+    if world % replica_size:
         axes = ["tensor", "pipeline", *(["context"] if config.context > 1 else [])]
         names = " x ".join(f"parallel.{a}" for a in axes)
         sizes = " x ".join(str(getattr(config, a)) for a in axes)
         raise UserError(
-            f"world size {world} is not a multiple of {names} = {sizes}: start {model} processes, or a multiple "
+            f"world size {world} is not a multiple of {names} = {sizes}: start {replica_size} processes, or a multiple "
             "(--processes, or torchrun --nproc-per-node)"
         )
     stage_ranks = world // config.pipeline
@@ -122,8 +122,8 @@ def check_ranks(config: ParallelConfig, world: int) -> None:
 def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     """Join the processes of the launcher (torchrun, Slurm, or a single process) into a grid.
 
-    phase_s: seconds that `barrier` waits in addition to parallel.timeout_s; 0 makes it do nothing. Raises UserError as
-    `check_ranks` does.
+    phase_s: seconds that `barrier` waits in addition to parallel.timeout_s; if 0, `barrier` does nothing. Raises
+    UserError as `check_ranks` does.
     """
     cpu_bridge.prepare()
     world = int(os.environ.get("WORLD_SIZE", "1"))

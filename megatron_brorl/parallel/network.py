@@ -117,7 +117,7 @@ def _use_loopback() -> None:
 def _local_address_towards(host: str) -> str:
     """Return the address of the interface from which this machine reaches host."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]  # any port will do
         with socket.socket(family, socket.SOCK_DGRAM) as s:
             s.connect(address)  # sends nothing
             return str(s.getsockname()[0])
@@ -175,7 +175,7 @@ class StallReporter(threading.Thread):
         super().__init__(name="stalls", daemon=True)
         self.timeout_s = timeout_s
         self._report = report
-        self._first = place().changes  # Earlier code of this process may not have run on the other ranks.
+        self._initial_changes = place().changes  # Earlier code of this process may not have run on the other ranks.
         # The main thread may wait for a key, and then holds the lock of its connection.
         self._store = shared_store().clone()  # type: ignore[attr-defined]
         self._stopped = threading.Event()
@@ -192,7 +192,7 @@ class StallReporter(threading.Thread):
                 continue
             written = now.changes
             try:
-                self._store.set(_key(rank), f"{now.changes - self._first} {now.name}")
+                self._store.set(_key(rank), f"{now.changes - self._initial_changes} {now.name}")
                 if rank == 0 and not self._stopped.wait(self.timeout_s / 10) and place() == now:
                     self._report(_late_ranks(self._store, size))
             except RuntimeError as e:

@@ -75,8 +75,8 @@ class Packed:
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Split per-token values [R] into (row, [G]) pairs, with 0 for tokens of other ranks."""
         if self.kept is not None:
-            whole = values.new_zeros(int(self.counts.sum()), *values.shape[1:])
-            values = whole.index_copy(0, self.kept.to(values.device), values)
+            all_values = values.new_zeros(int(self.counts.sum()), *values.shape[1:])
+            values = all_values.index_copy(0, self.kept.to(values.device), values)
         return list(zip(self.rows, values.split(self.counts.tolist()), strict=True))
 
 
@@ -91,8 +91,8 @@ def pack(
 ) -> list[Packed]:
     """Pack rows into micro-batches of at most max_tokens stream tokens. A longer row gets its own micro-batch.
 
-    prompts and responses: [tokens] int64 each, none empty. share: store a prompt once per micro-batch if that saves at
-    least MIN_SHARING_GAIN. multiple_of: pad streams to a multiple of it with one dummy segment, for sequence
+    prompts and responses: [tokens] int64 each, none empty. share: store a prompt once per micro-batch if that reduces
+    the tokens by MIN_SHARING_GAIN. multiple_of: pad streams to a multiple of it with one dummy segment, for sequence
     parallelism. segments_of, a divisor of multiple_of: pad each segment to a multiple of it, for context parallelism.
     routes: of each row, [prompt + response - 1, layers, k]. Rows share a prompt only if its routes are equal.
     Without rows the result is one dummy micro-batch, so that the rank takes part in the collectives.
@@ -149,13 +149,13 @@ def _by_prompt(
 ) -> list[_PromptRows]:
     """Group rows by prompt and its routes, in the order of first appearance. Siblings usually share one tensor."""
     # Routes differ if the weights changed between two siblings, or if an engine's results depend on its batch.
-    texts: dict[int, tuple[int, ...]] = {}
+    token_ids: dict[int, tuple[int, ...]] = {}  # by id() of the prompt
     rows_of: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
     for i, prompt in enumerate(prompts):
-        if id(prompt) not in texts:
-            texts[id(prompt)] = tuple(prompt.tolist())
-        experts = routes[i][: len(prompt)].numpy().tobytes() if routes else b""
-        rows_of.setdefault((texts[id(prompt)], experts), []).append(i)
+        if id(prompt) not in token_ids:
+            token_ids[id(prompt)] = tuple(prompt.tolist())
+        prompt_routes = routes[i][: len(prompt)].numpy().tobytes() if routes else b""
+        rows_of.setdefault((token_ids[id(prompt)], prompt_routes), []).append(i)
     return [
         (prompts[rows[0]], sorted(((i, responses[i]) for i in rows), key=lambda pair: (len(pair[1]), pair[0])))
         for rows in rows_of.values()
@@ -179,7 +179,7 @@ def _fill_shared(groups: list[_PromptRows], max_tokens: int) -> list[list[_Promp
             if not started:
                 batches[-1].append((prompt, []))
                 started = True
-            batches[-1][-1][1].append((row, response))
+            batches[-1][-1][1].append((row, response))  # to the responses of the newest prompt
             used += cost
     return batches
 
@@ -305,9 +305,9 @@ def own_tokens(groups: tuple[PackedGroup, ...], rank: int, size: int) -> Tensor:
     pieces = []
     begin = 0
     for length in segment_lengths(groups):
-        chunk = length // (2 * size)
+        chunk_len = length // (2 * size)
         for i in (rank, 2 * size - 1 - rank):
-            pieces.append(torch.arange(begin + i * chunk, begin + (i + 1) * chunk))
+            pieces.append(torch.arange(begin + i * chunk_len, begin + (i + 1) * chunk_len))
         begin += length
     return torch.cat(pieces)
 

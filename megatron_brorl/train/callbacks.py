@@ -45,7 +45,7 @@ class Callbacks:
         return bool(self._callbacks)
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of each callback that has it. Raises nothing; see `stop` and `raise_if_failed`."""
+        """Call a method of each callback that has it. Raises nothing: an exception sets `stop`."""
         for callback in self._callbacks:
             function = getattr(callback, method, None)
             if function is None or self._error:

@@ -46,7 +46,7 @@ def carry_over(
 
 
 def with_own_tensors(scored: ScoredRollout) -> ScoredRollout:
-    """Copy the tensors of a rollout. They are views of larger tensors, which would stay in memory with it."""
+    """Copy the tensors of a rollout, because as views they would keep larger tensors in memory."""
     r = scored.rollout
     episode = r.episode and replace(r.episode, sampled=r.episode.sampled.clone())
     routes = None if r.routes is None else r.routes.clone()
@@ -93,8 +93,10 @@ def read_checkpoint(directory: Path, source: PromptSource, grid: Grid) -> Carrie
     parts = [load_file(path) for path in sorted(directory.glob(_FILES))]
     if not parts:
         return CarriedGroups()
-    keys = parts[0]["groups"].tolist()
-    groups = tuple(make_groups(source.prompts(start, index + 1), number, start)[index] for number, index, start in keys)
+    groups = tuple(
+        make_groups(source.prompts(start, index + 1), round_number, start)[index]
+        for round_number, index, start in parts[0]["groups"].tolist()
+    )
     if len(parts) == grid.world_size:
         return CarriedGroups(groups, tuple(rollouts_from_tensors(parts[grid.rank])))
     rollout_of_slot = {

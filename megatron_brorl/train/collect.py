@@ -87,7 +87,7 @@ def round_size(missing: int, position: SourcePosition, config: RolloutConfig) ->
         # The carried groups suffice. Sample a prompt anyway, so that the recent share of kept groups stays up to date.
         return 1
 
-    # Squared, it is quadratic in m: (m p - missing)^2 = SAFETY^2 p (1 - p) (m + m^2 / a). Take the larger root.
+    # Squared, the condition is (m p - missing)^2 = SAFETY^2 p (1 - p) (m + m^2 / a). Take the larger root.
     p = min(position.recent_kept / position.recent_prompts, 1.0)
     variance = SAFETY**2 * p * (1 - p)
     square = p**2 - variance / position.recent_prompts
@@ -129,7 +129,7 @@ class Collector:
     source: PromptSource
     sampling: Sampling
     costs: CostModel  # of training on a rollout
-    no_routes: Tensor | None = None  # routes of no token, if rollouts have routes
+    no_routes: Tensor | None = None  # routes [0, layers, k] of no token; None if rollouts have no routes
 
     def collect(
         self, carried: CarriedGroups, step: int, start: SourcePosition, version: int, seconds_left: float
@@ -148,8 +148,8 @@ class Collector:
         # Carried groups come first, because ScoredRollout.group of their rollouts is an index into carried.groups.
         groups = list(carried.groups)
         scored = [r for r in carried.rollouts if r.rollout.finish != "cut"]
-        surplus_groups = set(range(len(groups)) if config.rollout.refills else ())
-        group_rewards = GroupRewards(self.runner, self.sampling.stop_ids, surplus_groups)
+        scored_groups = set(range(len(groups)) if config.rollout.refills else ())
+        group_rewards = GroupRewards(self.runner, self.sampling.stop_ids, scored_groups)
         position = start
         counts: defaultdict[str, float] = defaultdict(float)
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -188,7 +188,7 @@ class Collector:
                 break
 
         surplus = outcomes.kept[target:] if config.rollout.refills else []
-        # carry_over() carries the groups that are not closed.
+        # Surplus groups are reopened, because carry_over() carries the groups that are not closed.
         closed = [g for g in outcomes.closed if g not in surplus]
         outcomes = replace(outcomes, closed=closed, kept=[g for g in outcomes.kept if g not in surplus])
 
@@ -226,11 +226,11 @@ class Collector:
         )
 
     def _sample(
-        self, carried: CarriedGroups, groups: Sequence[PromptGroup], new: int
+        self, carried: CarriedGroups, groups: Sequence[PromptGroup], new_groups: int
     ) -> tuple[list[ScoredRollout], dict[str, float], dict[str, float]]:
-        """Continue the partial rollouts and begin N rollouts for each of the last `new` groups, see RolloutRunner."""
+        """Return RolloutRunner.sample of the partial rollouts and of N new ones for each of the last `new_groups`."""
         rollout = self.config.rollout
-        to_begin = list(product(range(len(groups) - new, len(groups)), range(rollout.n)))
+        to_begin = list(product(range(len(groups) - new_groups, len(groups)), range(rollout.n)))
         partial = {(r.group, r.rollout.index): r.rollout for r in carried.rollouts if r.rollout.finish == "cut"}
         partial_per_rank = collectives.all_gather(len(partial)) if rollout.partial_tokens else None
         with span("round"):

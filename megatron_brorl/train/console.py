@@ -30,12 +30,12 @@ def evaluation_line(evaluation: dict[str, Any]) -> str:
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     """Return the metrics of an evaluation for metrics.jsonl."""
     share, reward = evaluation.pass_at_1, evaluation.mean_reward
-    passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
+    by_k = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
     rewards = {"held_out_reward": reward.mean, "held_out_reward_low": reward.low, "held_out_reward_high": reward.high}
-    return passes | {"pass_at_1": share.mean, "pass_at_1_low": share.low, "pass_at_1_high": share.high} | rewards
+    return by_k | {"pass_at_1": share.mean, "pass_at_1_low": share.low, "pass_at_1_high": share.high} | rewards
 
 
-def passes(metrics: Mapping[str, float]) -> dict[str, float]:
+def pass_at_k(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return pass@k by k from metrics of evaluation_metrics; empty without an evaluation."""
     return {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
 
@@ -69,7 +69,8 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
         shown["updates skipped (gradient not finite)"] = f"{metrics['updates_skipped']:.0f}"
     # Answers on which a verifier raised count as wrong, although the verifier may be at fault.
     if metrics["verifier_errors"]:
-        shown["environment raised" if "turns" in metrics else "verifier raised"] = f"{metrics['verifier_errors']:.0f}x"
+        label = "environment raised" if "turns" in metrics else "verifier raised"
+        shown[label] = f"{metrics['verifier_errors']:.0f}x"
     if metrics["nonfinite_rows"]:
         shown["rows left out (not finite)"] = f"{metrics['nonfinite_rows']:.0f}"
     if metrics["lost_share"]:
@@ -82,7 +83,7 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
 
     if "pass_at_1" in metrics:
         shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"
-        if k_and_value := widest(passes(metrics)):
+        if k_and_value := widest(pass_at_k(metrics)):
             shown[f"pass@{k_and_value[0]}"] = f"{100 * k_and_value[1]:.1f}%"
         if metrics["held_out_reward"] != metrics["pass_at_1"]:
             shown["held-out reward"] = f"{metrics['held_out_reward']:.3g}"

@@ -64,25 +64,26 @@ class _TokenMetrics:
 
     def __post_init__(self) -> None:
         kept = self.collected.outcomes.kept
-        draws = self._uniforms(0, len(kept)).tolist()
-        self.chosen = sorted(g for _, g in sorted(zip(draws, kept, strict=True))[:PROMPTS])
+        numbers = self._uniforms(len(kept), purpose=0).tolist()
+        self.chosen = sorted(g for _, g in sorted(zip(numbers, kept, strict=True))[:PROMPTS])
 
     def compute(self) -> dict[str, float]:
         """Return means over the shared tokens of the chosen groups."""
         tokens, sampled = self._first_tokens()
         # All ranks draw the same positions.
-        draws = self._uniforms(1, len(tokens) * POSITIONS).view(len(tokens), -1)
-        drawn = [draw_positions(ids, draw, mask) for ids, draw, mask in zip(tokens, draws, sampled, strict=True)]
-        theory = self._at_positions(tokens, drawn)
+        numbers = self._uniforms(len(tokens) * POSITIONS, purpose=1).view(len(tokens), -1)
+        drawn = [draw_positions(ids, u, mask) for ids, u, mask in zip(tokens, numbers, sampled, strict=True)]
+        levels = self._at_positions(tokens, drawn)
 
         outcomes = self.collected.outcomes
         sampled_tokens = [float(outcomes.sampled[g][outcomes.ended[g]].sum()) for g in self.chosen]
-        shared = sum(positions.shared for positions in drawn)
-        metrics = {"theory_exact/shared_tokens": shared / (sum(sampled_tokens) or 1.0)}
+        shared_tokens = sum(positions.shared for positions in drawn)
+        metrics = {"theory_exact/shared_tokens": shared_tokens / (sum(sampled_tokens) or 1.0)}
 
         # Groups are weighted by their shared tokens. A position with an unknown value (nan) does not count.
-        groups = [(p.shared, level) for p, level in zip(drawn, theory, strict=True) if p.shared]
-        for name in _NAMES if shared else ():
+        groups = [(p.shared, level) for p, level in zip(drawn, levels, strict=True) if p.shared]
+        names = _NAMES if groups else []
+        for name in names:
             values = [(shared, getattr(level, name)) for shared, level in groups]
             weight = sum(shared * float(x.isfinite().double().mean()) for shared, x in values)
             total = sum(shared * float(x.nan_to_num(0.0).mean()) for shared, x in values)
@@ -94,15 +95,15 @@ class _TokenMetrics:
 
         Both are [groups, N, MAX_POSITION]. The tokens are padded with -1.
         """
-        index = {g: i for i, g in enumerate(self.chosen)}
+        row_of = {g: i for i, g in enumerate(self.chosen)}
         table = torch.zeros(len(self.chosen), self.config.rollout.n, MAX_POSITION, dtype=torch.int64)
         for r in self.collected.rollouts:
-            if r.group in index:
+            if r.group in row_of:
                 ids = r.token_ids[:MAX_POSITION]
                 sign = 1 if r.sampled is None else r.sampled[:MAX_POSITION] * 2 - 1
-                # Tokens of an environment are negative.
-                table[index[r.group], r.index, : len(ids)] = sign * (ids + 1)
-        # Each rollout is on one replica, so the sum adds its tokens to zeros.
+                # 0 is padding, and tokens of an environment are negative.
+                table[row_of[r.group], r.index, : len(ids)] = sign * (ids + 1)
+        # The tokens of each rollout are on one replica and 0 on the others, so the sum is the table of all replicas.
         table = collectives.all_reduce_tensor(table, group=self.worker.grid.groups.dp)
         return table.abs() - 1, table > 0
 
@@ -111,11 +112,11 @@ class _TokenMetrics:
         # Each position is one row: the prompt and the tokens before the position.
         prompts: list[Tensor] = []
         responses: list[Tensor] = []
-        draws = []  # arguments of token_level by group: position, token and reward of each draw
+        arguments = []  # of token_level by group: position, next token and correctness of each sibling there
         for g, ids, p in zip(self.chosen, tokens, drawn, strict=True):
             position, sibling = p.together.nonzero().unbind(1)
             right = self.collected.outcomes.right[g, sibling].double()
-            draws.append((len(prompts) + position, ids[sibling, p.depth[position]], right))
+            arguments.append((len(prompts) + position, ids[sibling, p.depth[position]], right))
             prompts += [torch.tensor(self.collected.groups[g].prompt.token_ids)] * len(p.depth)
             # last_logits returns the distribution of the last token of a row.
             responses += [ids[i, : depth + 1] for i, depth in zip(p.sibling.tolist(), p.depth.tolist(), strict=True)]
@@ -128,17 +129,17 @@ class _TokenMetrics:
                 s = self.sampling
                 # The engine sampled from the distribution after temperature, top-p and top-k.
                 log_probs = sampling_log_probs(logits, s.temperature, s.top_p, s.top_k)
-                theory = token_level(log_probs, *(torch.cat(column) for column in zip(*draws, strict=True)))
+                theory = token_level(log_probs, *(torch.cat(column) for column in zip(*arguments, strict=True)))
                 table = torch.stack([getattr(theory, name) for name in _NAMES])
             table = table.to(cpu_bridge.default_device())
             grid = self.worker.grid
             dist.broadcast(table, dist.get_global_rank(grid.groups.pp, grid.pp_size - 1), group=grid.groups.pp)
             table = table.cpu()
 
-        columns = table.split([len(p.depth) for p in drawn], dim=1)
-        return [TokenLevel(**dict(zip(_NAMES, part, strict=True))) for part in columns]
+        by_group = table.split([len(p.depth) for p in drawn], dim=1)
+        return [TokenLevel(**dict(zip(_NAMES, part, strict=True))) for part in by_group]
 
-    def _uniforms(self, purpose: int, count: int) -> Tensor:
+    def _uniforms(self, count: int, purpose: int) -> Tensor:
         """Return float64 numbers [count] in (0, 1) that depend on seed, step and the arguments only."""
         key = stream_key(self.config.run.seed, "theory", self.step)
         return uniforms(torch.full((count,), key), torch.arange(count), torch.full((count,), purpose))
@@ -147,7 +148,7 @@ class _TokenMetrics:
 def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
     """Return Good-Turing and hold-out estimates of the unsampled mass of final answers, as means over closed groups.
 
-    Groups with at most half of the n siblings left are not counted, because they cannot hold out as many.
+    Groups with at most n / 2 survivors do not count, because n / 2 siblings cannot be held out from them.
     """
     groups = []
     for g in outcomes.closed:

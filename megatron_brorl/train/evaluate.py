@@ -53,8 +53,8 @@ class PromptResult:
     samples: int  # without the lost ones; at least 1
     right: int
     reward: float  # mean
-    tokens: float  # mean of the responses
-    reward_counts: Sequence[int]  # samples with each reward
+    tokens: float  # mean length of the responses
+    reward_counts: Sequence[int]  # samples with each reward, by ascending reward
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line for an evaluation's file."""
@@ -88,43 +88,42 @@ def sample_answers(
         groups, outcomes.ended, outcomes.rewards.double(), outcomes.right, outcomes.sampled.double(), strict=True
     ):
         if ended.any():
-            reward, length = rewards[ended], tokens[ended]
             results.append(
                 PromptResult(
                     prompt=g.prompt,
                     index=g.index,
                     samples=int(ended.sum()),
                     right=int(correct[ended].sum()),
-                    reward=float(reward.mean()),
-                    tokens=float(length.mean()),
-                    reward_counts=reward.unique(return_counts=True)[1].tolist(),
+                    reward=float(rewards[ended].mean()),
+                    tokens=float(tokens[ended].mean()),
+                    reward_counts=rewards[ended].unique(return_counts=True)[1].tolist(),
                 )
             )
 
-    # With rollout.max_lost_share = 1, check_lost lets this pass.
+    # With rollout.max_lost_share = 1, check_lost allows that every sample is lost.
     if not results:
         raise UserError("evaluation: every sample was lost, so there is nothing to report")
     return results
 
 
-def summarize(answers: Sequence[PromptResult], prompts: int, config: EvaluateConfig, seed: int) -> Evaluation:
-    """Return the evaluation of these results; at least one. prompts: number of prompts, with those that are lost.
+def summarize(results: Sequence[PromptResult], prompts: int, config: EvaluateConfig, seed: int) -> Evaluation:
+    """Return the evaluation of at least one result. prompts: number of prompts, with those that lost all samples.
 
     Each prompt counts by its own number of samples.
     """
-    total = sum(a.samples for a in answers)
-    passes = pass_at_each_k([(a.samples, a.right) for a in answers])
+    total = sum(r.samples for r in results)
+    values_by_k = pass_at_each_k([(r.samples, r.right) for r in results])
     tasks: dict[str, list[float]] = {}
-    for a in answers:
-        tasks.setdefault(a.prompt.task, []).append(a.right / a.samples)
+    for r in results:
+        tasks.setdefault(r.prompt.task, []).append(r.right / r.samples)
     return Evaluation(
-        pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], RESAMPLES, seed, SHARE),
-        pass_at_k={k: sum(values) / len(values) for k, values in passes.items()},
+        pass_at_1=bootstrap_mean([r.right / r.samples for r in results], RESAMPLES, seed, SHARE),
+        pass_at_k={k: sum(values) / len(values) for k, values in values_by_k.items()},
         by_task={name: bootstrap_mean(shares, RESAMPLES, seed, SHARE) for name, shares in sorted(tasks.items())},
-        verifiers=sorted({a.prompt.verifier for a in answers}),
+        verifiers=sorted({r.prompt.verifier for r in results}),
         # The interval of equal values needs bounds, which are known only for rewards of 0 and 1.
-        mean_reward=bootstrap_mean([a.reward for a in answers], RESAMPLES, seed, _bounds(answers)),
-        response_tokens=sum(a.tokens * a.samples for a in answers) / total,
+        mean_reward=bootstrap_mean([r.reward for r in results], RESAMPLES, seed, _bounds(results)),
+        response_tokens=sum(r.tokens * r.samples for r in results) / total,
         prompts=prompts,
         samples=config.samples,
         lost=prompts * config.samples - total,
@@ -133,15 +132,15 @@ def summarize(answers: Sequence[PromptResult], prompts: int, config: EvaluateCon
 
 def mean_over(benchmarks: Sequence[Sequence[PromptResult]], seed: int) -> dict[str, Any]:
     """Return pass@1 and mean reward averaged over benchmarks with equal weights, with intervals."""
-    shares = [[a.right / a.samples for a in answers] for answers in benchmarks]
-    rewards = [[a.reward for a in answers] for answers in benchmarks]
-    bounds = _bounds([a for answers in benchmarks for a in answers])
+    shares = [[r.right / r.samples for r in results] for results in benchmarks]
+    rewards = [[r.reward for r in results] for results in benchmarks]
+    bounds = _bounds([r for results in benchmarks for r in results])
     return {
         "pass_at_1": bootstrap_mean_of_means(shares, RESAMPLES, seed, SHARE).as_dict(),
         "mean_reward": bootstrap_mean_of_means(rewards, RESAMPLES, seed, bounds).as_dict(),
     }
 
 
-def _bounds(answers: Sequence[PromptResult]) -> Bounds | None:
+def _bounds(results: Sequence[PromptResult]) -> Bounds | None:
     """Return the bounds of a prompt's mean reward: 0 and 1 if rewards are 1 for correct responses and 0 for others."""
-    return SHARE if all(a.reward == a.right / a.samples for a in answers) else None
+    return SHARE if all(r.reward == r.right / r.samples for r in results) else None

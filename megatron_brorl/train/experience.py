@@ -53,16 +53,8 @@ def kl_in_reward(algo: AlgoConfig) -> bool:
 
 def shape_rewards(outcomes: Outcomes, config: Config, step: int) -> Outcomes:
     """Apply the config section shaping to the rewards of a step. The choice of kept groups does not change."""
-    rewards = shaped(
-        outcomes.rewards,
-        outcomes.right,
-        outcomes.sampled,
-        outcomes.repeats,
-        config.shaping,
-        config.rollout.max_tokens,
-        step,
-    )
-    return replace(outcomes, rewards=rewards)
+    tables = outcomes.rewards, outcomes.right, outcomes.sampled, outcomes.repeats
+    return replace(outcomes, rewards=shaped(*tables, config.shaping, config.rollout.max_tokens, step))
 
 
 def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: AlgoConfig, ops: Backend) -> Tensor:
@@ -180,7 +172,7 @@ def make_experience(
     # Leave out rows with a NaN, which would spread to all rows through moments and means.
     finite = finite_rows(list(numbers.values()), actor.grid)
     ids = tuple(f"{groups[r.group].prompt.id}/{r.index}" for r in rollouts)
-    broken = [row for row, fine in enumerate(finite) if not fine]
+    broken = [row for row, is_finite in enumerate(finite) if not is_finite]
     log_rows("left out of the step, log-probabilities or values are not finite", broken, ids, actor.grid)
     inputs = {
         "prompts": prompts,
@@ -297,10 +289,10 @@ def _rows(
             row_prompts.append(prompt_of[r.group])
             continue
         for begin, end in pairwise((*r.starts, len(r.token_ids))):
-            first = begin + int(r.sampled[begin:end].int().argmax())
-            prompt = r.token_ids[begin:first]
+            first_sampled = begin + int(r.sampled[begin:end].int().argmax())
+            prompt = r.token_ids[begin:first_sampled]
             row_prompts.append(sequence_prompts.setdefault((r.group, prompt.numpy().tobytes()), prompt))
-            parts = {name: getattr(r, name)[first:end] for name in ("token_ids", "log_probs", "sampled")}
+            parts = {name: getattr(r, name)[first_sampled:end] for name in ("token_ids", "log_probs", "sampled")}
             rows.append(replace(r, **parts, starts=()))
     return rows, tuple(row_prompts)
 
@@ -316,7 +308,7 @@ def _column(rows: Sequence[Tensor], sampled: Rows | None = None) -> Rows:
 
 
 def _filled(sampled: Rows, column: Rows) -> Rows:
-    """Return the rows of _column with 0 or false at the tokens that were not sampled."""
+    """Undo the restriction of _column: return rows of all tokens, with 0 or false at those that were not sampled."""
     mask, values = _flat(sampled), _flat(column)
     return values.new_zeros(len(mask)).masked_scatter(mask, values).split([len(s) for s in sampled])
 

@@ -41,10 +41,10 @@ def call_group_function(pool: RewardPool, name: str, *arguments: Any) -> Future[
 
 
 def try_group_function(pool: RewardPool, name: str, prompts: Sequence[Prompt], n: int) -> list[str]:
-    """Call a user's function for each prompt with n responses, every second one with the reference answer.
+    """Call a user's function for each prompt with n responses: the reference answer and the prompt's text in turn.
 
-    Other texts are the prompt's. Returns one warning if the function fails on some groups. Raises UserError if it fails
-    on all, or returns scores that a run would refuse.
+    The text has no extracted answer. Returns one warning if the function fails on some groups. Raises UserError if it
+    fails on all, or returns scores that a run would refuse.
     """
     failed = []  # (prompt id, result) of each group on which the function fails
     for prompt in prompts:
@@ -55,13 +55,13 @@ def try_group_function(pool: RewardPool, name: str, prompts: Sequence[Prompt], n
             failed.append((prompt.id, result))
     if not failed:
         return []
-    row, first = next((failure for failure in failed if failure[1].status == "invalid"), failed[0])
-    where = f"{KEY} = {name}: {first.reason}"
-    if first.status == "invalid":
+    prompt_id, result = next((failure for failure in failed if failure[1].status == "invalid"), failed[0])
+    where = f"{KEY} = {name}: {result.reason}"
+    if result.status == "invalid":
         raise UserError(f"{where}; return a finite number for each response, or None")
     if len(failed) == len(prompts):
-        raise UserError(f"{where}, for a group of row {row}; fix it")
-    return [f"{where}, for a group of row {row}: such a group has no signal"]
+        raise UserError(f"{where}, for a group of row {prompt_id}; fix it")
+    return [f"{where}, for a group of row {prompt_id}: such a group has no signal"]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class GroupRewards:
     runner: RolloutRunner
     stop_ids: Sequence[int]
     scored: set[int]  # indices of groups with scores, such as surplus groups of the previous step
-    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # metrics, a value per group
+    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by name, a value per group
 
     def apply(
         self, step: str, groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes
@@ -82,58 +82,61 @@ class GroupRewards:
         """
         config = self.runner.reward
         # [groups, N]: the survivors of the groups that have neither a cut rollout nor scores.
-        new = outcomes.ended & ~(outcomes.state == CUT).any(1, keepdim=True)
-        new[list(self.scored)] = False
-        chosen = new.any(1).nonzero()[:, 0].tolist()
+        to_score = outcomes.ended & ~(outcomes.state == CUT).any(1, keepdim=True)
+        to_score[list(self.scored)] = False
+        chosen = to_score.any(1).nonzero()[:, 0].tolist()
         self.scored.update(chosen)
-        table = torch.zeros_like(outcomes.rewards, dtype=torch.float64)
-        failed = []
+        scores = torch.zeros_like(outcomes.rewards, dtype=torch.float64)
+        own_failures = []
         with span("score", allowance_s=config.timeout_s * max(len(chosen), 1)):
-            for g, future in self._submit(groups, rollouts, outcomes, new).items():
+            for g, future in self._submit(groups, rollouts, outcomes, to_score).items():
                 result = future.result()
-                for rollout, score in result.parts.items():  # by index
-                    table[g, int(rollout)] = score
+                for index, score in result.parts.items():  # by rollout index, as text
+                    scores[g, int(index)] = score
                 if result.status != "ok":
-                    failed.append((result.status, result.reason))
-        # One rank scores each group, so the sum adds its scores to zeros.
-        table = collectives.all_reduce_tensor(table)
+                    own_failures.append((result.status, result.reason))
+        # The scores of each group are on one rank and 0 on the others, so the sum is the table of all ranks.
+        scores = collectives.all_reduce_tensor(scores)
 
         label = f"{step}: {KEY} = {config.group_function}"
-        failures = [failure for of_rank in collectives.all_gather(failed) for failure in of_rank]
-        for reason in (reason for status, reason in failures if status == "invalid"):
-            raise StepError(f"{label}: {reason}; return a finite number for each response, or None")
+        failures = [failure for of_rank in collectives.all_gather(own_failures) for failure in of_rank]
+        if invalid := [reason for status, reason in failures if status == "invalid"]:
+            raise StepError(f"{label}: {invalid[0]}; return a finite number for each response, or None")
         if len(failures) > MAX_UNSCORED * len(chosen):
             raise StepError(f"{label} failed on {len(failures)} of {len(chosen)} groups: {failures[0][1]}; fix it")
         text = f"{KEY} = {config.group_function} failed on a group, which has no signal (metric group_errors)"
-        self.runner.report_errors({text: failed[0][1]} if failed else {})
-        self.metrics["group_errors"] += [float(i < len(failures)) for i in range(len(chosen))]
+        self.runner.report_errors({text: own_failures[0][1]} if own_failures else {})
+        self.metrics["group_errors"] += [1.0] * len(failures) + [0.0] * (len(chosen) - len(failures))
 
-        for g in chosen if config.group_function == MAJORITY else ():
-            share = float(table[g].sum()) / int(new[g].sum())
-            self.metrics["majority_share"].append(share)
-            if share < config.majority_share:
-                table[g] = 0
-            elif share and groups[g].prompt.answer is not None and groups[g].prompt.verifier != "none":
-                # `any`, because a response that was cut off may count as wrong.
-                self.metrics["majority_right_share"].append(float((outcomes.right[g] & (table[g] > 0)).any()))
-        outcomes = replace(outcomes, rewards=torch.where(new, table.float(), outcomes.rewards))
-        new_rewards = dict(zip(map(tuple, new.nonzero().tolist()), outcomes.rewards[new].tolist(), strict=True))
-        slots = [(r, (r.group, r.rollout.index)) for r in rollouts]
-        return [replace(r, reward=new_rewards.get(slot, r.reward)) for r, slot in slots], outcomes
+        if config.group_function == MAJORITY:
+            for g in chosen:
+                share = float(scores[g].sum()) / int(to_score[g].sum())
+                self.metrics["majority_share"].append(share)
+                if share < config.majority_share:
+                    scores[g] = 0
+                elif share and groups[g].prompt.answer is not None and groups[g].prompt.verifier != "none":
+                    # `any`, because a response that was cut off may count as wrong.
+                    self.metrics["majority_right_share"].append(float((outcomes.right[g] & (scores[g] > 0)).any()))
+        outcomes = replace(outcomes, rewards=torch.where(to_score, scores.float(), outcomes.rewards))
+        slots = map(tuple, to_score.nonzero().tolist())
+        new_rewards = dict(zip(slots, outcomes.rewards[to_score].tolist(), strict=True))
+        rewarded = [replace(r, reward=new_rewards.get((r.group, r.rollout.index), r.reward)) for r in rollouts]
+        return rewarded, outcomes
 
     def _submit(
-        self, groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes, new: Tensor
+        self, groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes, to_score: Tensor
     ) -> dict[int, Future[ScoreResult]]:
-        """Send each group to one rank; return the results of this rank's groups. Collective. new: bool [groups, N]."""
+        """Send each group to one rank; return the results of this rank's. Collective. to_score: bool [groups, N]."""
         grid = self.runner.grid
         own_tokens = {(r.group, r.rollout.index): r.rollout.token_ids for r in rollouts}
-        group, sibling = new.nonzero(as_tuple=True)
-        replica = (new.any(1).cumsum(0) % grid.dp_size)[group]
-        transfers = Transfers(group, sibling, outcomes.holder[new], replica, outcomes.tokens[new])
+        group, sibling = to_score.nonzero(as_tuple=True)
+        replica = (to_score.any(1).cumsum(0) % grid.dp_size)[group]  # Groups go to the replicas in turn.
+        transfers = Transfers(group, sibling, outcomes.holder[to_score], replica, outcomes.tokens[to_score])
         received, _ = send(transfers, own_tokens, torch.int64, grid)
         by_group: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        for g, s in sorted(received) if grid.rank == grid.replicas[grid.dp_rank][0] else ():  # the replica's first rank
-            by_group[g][s] = received[g, s]
+        if grid.rank == grid.replicas[grid.dp_rank][0]:  # Only the first rank of a replica scores.
+            for g, s in sorted(received):
+                by_group[g][s] = received[g, s]
         return {g: self._call(groups[g].prompt, tokens, outcomes.state[g]) for g, tokens in by_group.items()}
 
     def _call(self, prompt: Prompt, tokens: Mapping[int, Tensor], state: Tensor) -> Future[ScoreResult]:

@@ -62,7 +62,7 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     rollouts: those of this rank; every rollout that is not lost is on exactly one rank. ngram: config key
     shaping.repetition_ngram; 0 counts no repetitions.
     """
-    # float64 represents the answer hashes, which are below 2**52, exactly.
+    # The fields of Outcomes from state to holder. float64 represents the answer hashes, which are below 2**52, exactly.
     table = torch.zeros(8, groups, n, dtype=torch.float64)
     if rollouts:
         group, index = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
@@ -82,7 +82,7 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
         ]
         table[:, group, index] = torch.tensor(values, dtype=torch.float64).T
 
-    # Each rollout is on one rank, so the sum adds its values to zeros.
+    # The values of each rollout are on one rank and 0 on the others, so the sum is the table of all ranks.
     state, rewards, right, tokens, sampled, repeats, answers, holder = collectives.all_reduce_tensor(table)
     integers = tokens.long(), sampled.long(), repeats.long(), answers.long()
     return Outcomes(state.long(), rewards.float(), right.bool(), *integers, holder.long() - 1)
@@ -126,7 +126,7 @@ class Subset:
     """
 
     mask: Tensor  # bool
-    place: Tensor  # int64: deals siblings to mini-batches; in the order of rewards with algo.train_on, for equal shares
+    deal_order: Tensor  # int64, deals siblings to mini-batches: their index, or their rank by reward with algo.train_on
     weight: Tensor | None = None  # float64 [groups, N, 3]: the fields of RowWeight; None without algo.train_on
 
     def weights(self, slots: Sequence[tuple[int, int]]) -> tuple[RowWeight, ...]:
@@ -141,39 +141,40 @@ def choose_subset(outcomes: Outcomes, algo: AlgoConfig) -> Subset:
     outcomes: with the rewards before shaping, like those that select the groups. The same on every rank.
     """
     mask = trained_mask(outcomes, algo.overlong_filter)
-    place = torch.arange(mask.shape[1]).repeat(len(mask), 1)
+    sibling_index = torch.arange(mask.shape[1]).repeat(len(mask), 1)
     if not algo.train_on:
-        return Subset(mask, place)
+        return Subset(mask, sibling_index)
 
     chosen = largest_spread(outcomes.rewards, mask, algo.train_on)
     # Number the different rewards of each group in ascending order, and count them: [groups, N].
     ordered, order = outcomes.rewards.masked_fill(~mask, torch.inf).sort(dim=1)
     is_new = torch.zeros_like(mask)
     is_new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    reward_class = torch.zeros_like(place).scatter(1, order, is_new.long().cumsum(1))
-    available, used = (torch.zeros_like(place).scatter_add(1, reward_class, x.long()) for x in (mask, chosen))
+    reward_class = torch.zeros_like(sibling_index).scatter(1, order, is_new.long().cumsum(1))
+    available, used = (torch.zeros_like(sibling_index).scatter_add(1, reward_class, x.long()) for x in (mask, chosen))
 
     weight = torch.zeros(*mask.shape, len(RowWeight._fields), dtype=torch.float64)
     tokens = outcomes.sampled * (mask & (used.gather(1, reward_class) > 0))
-    size = chosen.sum(1, keepdim=True)
-    weight[..., 0] = available.gather(1, reward_class) / used.gather(1, reward_class).double()
-    weight[..., 1] = tokens.sum(1, keepdim=True) / size.double()
-    weight[..., 2] = (tokens > 0).sum(1, keepdim=True) / size.double()
+    chosen_count = chosen.sum(1, keepdim=True).double()
+    weight[..., 0] = available.gather(1, reward_class) / used.gather(1, reward_class).double()  # loss
+    weight[..., 1] = tokens.sum(1, keepdim=True) / chosen_count  # tokens
+    weight[..., 2] = (tokens > 0).sum(1, keepdim=True) / chosen_count  # sequences
     weight[~chosen] = 0
 
     by_reward = reward_class.masked_fill(~chosen, mask.shape[1]).argsort(dim=1, stable=True)
-    ranks = torch.zeros_like(place).scatter(1, by_reward, place)
-    return Subset(chosen, torch.where(chosen, ranks, place), weight)
+    # Siblings are dealt by reward, so that every mini-batch gets a similar share of each reward.
+    reward_rank = torch.zeros_like(sibling_index).scatter(1, by_reward, sibling_index)
+    return Subset(chosen, torch.where(chosen, reward_rank, sibling_index), weight)
 
 
-def mini_batch_of(place: Index, sibling: Index, count: int, of: Pieces) -> Index:
+def mini_batch_of(kept_index: Index, sibling: Index, count: int, of: Pieces) -> Index:
     """Return the index of the mini-batch that contains a rollout of a kept group.
 
-    place: the position of the group among the kept groups. sibling: the rollout's index in the group. count: number of
+    kept_index: position of the group among the kept groups. sibling: the rollout's index in the group. count: number of
     mini-batches. of = "prompts" assigns whole groups. of = "siblings" gives each optimizer step N / count rollouts of
     every prompt. The rows of an optimizer step do not depend on the number of ranks.
     """
-    return (place if of == "prompts" else sibling) % count
+    return (kept_index if of == "prompts" else sibling) % count
 
 
 def mini_batches(
@@ -181,15 +182,15 @@ def mini_batches(
 ) -> list[list[int]]:
     """Return this replica's rows of each mini-batch, see mini_batch_of.
 
-    slots: group and sibling index of each row. siblings: numbers [groups, N] in place of indices.
+    slots: group and sibling index of each row. siblings: Subset.deal_order, in place of sibling indices.
     """
-    place = {group: i for i, group in enumerate(kept)}
+    kept_index = {group: i for i, group in enumerate(kept)}
     batches: list[list[int]] = [[] for _ in range(count)]
     # A list, because reading one element of a tensor takes microseconds.
-    numbers = None if siblings is None else siblings.tolist()
+    deal_order = None if siblings is None else siblings.tolist()
     for row, (group, index) in enumerate(slots):
-        sibling = index if numbers is None else numbers[group][index]
-        batches[mini_batch_of(place[group], sibling, count, of)].append(row)
+        sibling = index if deal_order is None else deal_order[group][index]
+        batches[mini_batch_of(kept_index[group], sibling, count, of)].append(row)
     return batches
 
 
@@ -199,7 +200,7 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     closed[outcomes.closed] = True
     counted = outcomes.ended & closed
 
-    survivors = [right for g in outcomes.closed if len(right := outcomes.right[g][outcomes.ended[g]])]
+    right_by_group = [right for g in outcomes.closed if len(right := outcomes.right[g][outcomes.ended[g]])]
     groups = len(outcomes.closed) or _NAN
     count = int(counted.sum()) or _NAN
     # In float64 the mean of float32 rewards does not depend on their order.
@@ -211,8 +212,8 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
         "kept_share": len(outcomes.kept) / groups,
         # Right means a reward of at least reward.correct_at. With partial credit, a group without a right response
         # may still have different rewards.
-        "all_right_share": sum(bool(right.all()) for right in survivors) / groups,
-        "all_wrong_share": sum(not bool(right.any()) for right in survivors) / groups,
+        "all_right_share": sum(bool(right.all()) for right in right_by_group) / groups,
+        "all_wrong_share": sum(not bool(right.any()) for right in right_by_group) / groups,
         "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in outcomes.closed)),
         "response_tokens": float(outcomes.sampled[counted].sum()) / count,
         "answered_share": float((outcomes.answers[counted] != 0).sum()) / count,

@@ -33,15 +33,15 @@ class CriticWorker(Stage):
         self._load(critic_body(self.shape), directory, ["output_layer.weight"])
 
     def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values [G] float32 before each response token, in row order, on all ranks of the replica."""
+        """Return for each row the values [G] float32 before its G response tokens, on all ranks of the replica."""
         return self._per_token(prompts, responses, self.critic.values, lambda values: values)
 
 
 class ReferencePolicy:
     """The reference of the KL: the actor's weights of this rank at the start of the run or at the last reset.
 
-    Only trained weights are stored: with LoRA the adapters, whose results are 0 at the start of the run. They are
-    swapped with the actor's weights to compute log-probabilities.
+    Only trained weights are stored: with LoRA the adapters, whose results are 0 at the start of the run. The
+    stored weights are swapped with the actor's to compute log-probabilities.
     """
 
     def __init__(self, worker: Worker, config: ReferenceConfig) -> None:
@@ -64,12 +64,12 @@ class ReferencePolicy:
     def reset_reason(self, step: int, evaluations: int) -> str:
         """Return the reason to reset the reference after `step` steps, or "" if no reset is due.
 
-        evaluations: those without a new best since the last one or the last reset.
+        evaluations: the number of those since the last new best or the last reset.
         """
-        c = self.config
-        if c.reset_every and step % c.reset_every == 0:
-            return f"reference.reset_every = {c.reset_every} steps"
-        if c.reset_patience and evaluations >= c.reset_patience:
+        config = self.config
+        if config.reset_every and step % config.reset_every == 0:
+            return f"reference.reset_every = {config.reset_every} steps"
+        if config.reset_patience and evaluations >= config.reset_patience:
             return f"{evaluations} evaluations without a new best (reference.reset_patience)"
         return ""
 
@@ -108,7 +108,7 @@ class TrainingModels:
         return {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
 
     def require_finite(self, what: str, then: str) -> None:
-        """Raise UserError if a trained weight is NaN or infinite, see Stage.require_finite. Collective."""
+        """Raise UserError if a trained weight is NaN or infinite; `then` ends the message. Collective."""
         for name, stage in self.stages().items():
             stage.require_finite(f"{what}, {name}", then)
 

@@ -48,7 +48,7 @@ def choose_recorded(
 
     in_chosen_group = torch.zeros_like(outcomes.ended)
     in_chosen_group[chosen] = outcomes.ended[chosen]
-    tokens = (outcomes.tokens * in_chosen_group).sum(0).cumsum(0)  # over rollouts 0 to i of all groups
+    tokens = (outcomes.tokens * in_chosen_group).sum(0).cumsum(0)  # [N]: of siblings 0 to i of the chosen groups
     return in_chosen_group & (tokens <= MAX_TOKENS)
 
 
@@ -91,8 +91,8 @@ class Recorder:
         is_recorded = choose_recorded(groups, outcomes, self.config.run, all_groups=True)
         no_advantages = torch.full_like(outcomes.rewards, float("nan"))
         own = select_recorded(rollouts, is_recorded)
-        every = range(len(groups))
-        self._write(LogEntry("evaluation", steps), groups, outcomes, is_recorded, every, own, no_advantages)
+        listed = range(len(groups))
+        self._write(LogEntry("evaluation", steps), groups, outcomes, is_recorded, listed, own, no_advantages)
 
     def _write(
         self,
@@ -113,10 +113,9 @@ class Recorder:
                 rollout_log.write_groups(self.folder, log_entry, group_table(groups, outcomes, is_recorded, listed))
         except OSError as e:
             if not self.warnings:
-                self.warnings.append(
-                    f"{self.folder}: {log_entry} is not recorded: {e.strerror or e}; training continues"
-                )
-                warn(self.warnings[0])
+                message = f"{self.folder}: {log_entry} is not recorded: {e.strerror or e}; training continues"
+                self.warnings.append(message)
+                warn(message)
 
     def _table(self, rollouts: Sequence[ScoredRollout], groups: Sequence[PromptGroup], advantages: Tensor) -> pa.Table:
         """Return a table of schema ROLLOUTS. advantages: [groups, N], nan for rollouts that are not trained on."""
@@ -129,8 +128,8 @@ class Recorder:
         for r in rollouts:
             verifier = groups[r.group].prompt.verifier
             episode = r.rollout.episode
-            parts = None if episode is None else (episode.sampled.numpy().tobytes(), episode.starts, episode.text)
-            key = verifier, without_stop(r.rollout.token_ids, self.stop_ids).numpy().tobytes(), parts
+            episode_key = None if episode is None else (episode.sampled.numpy().tobytes(), episode.starts, episode.text)
+            key = verifier, without_stop(r.rollout.token_ids, self.stop_ids).numpy().tobytes(), episode_key
             if key not in decoded:
                 decoded[key] = self._decode(r.rollout, verifier)
             texts = decoded[key]
@@ -165,12 +164,12 @@ class Recorder:
         return pa.Table.from_pylist(records, ROLLOUTS)
 
     def _decode(self, rollout: Rollout, verifier: str) -> dict[str, Any]:
-        """Return the columns text, answer and turns. The answer is in the last turn, or in the text of an agent."""
+        """Return the columns text, answer and turns. The answer is from the last sampled turn, or an agent's text."""
 
         def text_of(token_ids: Tensor) -> str:
             return self.decode(without_stop(token_ids, self.stop_ids).tolist())
 
-        text = answered = text_of(rollout.token_ids)
+        text = answer_text = text_of(rollout.token_ids)
         turns = None
         if episode := rollout.episode:
             turns = []
@@ -179,10 +178,10 @@ class Recorder:
                 sequence = max(bisect.bisect(episode.starts, begin) - 1, 0)
                 turns.append({"text": _valid(text_of(ids)), "sampled": sampled, "sequence": sequence})
                 begin += len(ids)
-            answered = next((str(turn["text"]) for turn in reversed(turns) if turn["sampled"]), "")
-            answered = answered if episode.text is None else episode.text
+            answer_text = next((str(turn["text"]) for turn in reversed(turns) if turn["sampled"]), "")
+            answer_text = answer_text if episode.text is None else episode.text
         verifier_entry = entry(verifier, "verifier", self.config.reward)
-        answer = extract(answered, verifier_entry.find, verifier_entry.max_chars).answer
+        answer = extract(answer_text, verifier_entry.find, verifier_entry.max_chars).answer
         return {"text": _valid(text), "answer": _valid(answer), "turns": turns}
 
 
@@ -237,17 +236,17 @@ def sample_lines(
 
     rollouts: this rank's. There are fewer samples if it has rollouts of fewer prompts.
     """
-    first: dict[int, ScoredRollout] = {}  # by group, the rollout with the smallest index
+    sample_of: dict[int, ScoredRollout] = {}  # by group, the rollout with the smallest index
     for r in sorted(rollouts, key=lambda r: r.rollout.index, reverse=True):
-        first[r.group] = r
-    chosen = sorted(first, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))[:_SAMPLES]
+        sample_of[r.group] = r
+    chosen = sorted(sample_of, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))[:_SAMPLES]
 
     samples = []
     for number, g in enumerate(chosen, start=1):
         prompt = groups[g].prompt
-        text = decode(without_stop(first[g].rollout.token_ids, stop_ids).tolist())
+        text = decode(without_stop(sample_of[g].rollout.token_ids, stop_ids).tolist())
         lines = [
-            f"sample {number}, prompt {one_line(prompt.id)}: {reward_line(first[g])}",
+            f"sample {number}, prompt {one_line(prompt.id)}: {reward_line(sample_of[g])}",
             f"  prompt     {one_line(prompt.text, _MAX_CHARS)}",
             f"  response   {one_line(text, _MAX_CHARS)}",
         ]

@@ -25,7 +25,7 @@ from megatron_brorl.train.groups import Outcomes, Subset, mini_batch_of
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Rollout, ScoredRollout, TrainingRollout
 
-_START = 1 << 30
+_START = 1 << 30  # set in the first token of an agent's sequence
 MESSAGE_BYTES = 2**28  # bytes that a rank sends or receives per message, approximately
 
 
@@ -46,32 +46,34 @@ def assign_replicas(
     """
     replica = torch.full_like(outcomes.state, -1)
     group, sibling = subset.mask.nonzero(as_tuple=True)
-    prompts = torch.tensor(prompt_tokens, dtype=torch.int64)[group]
-    responses = outcomes.tokens[group, sibling]
+    prompt_len = torch.tensor(prompt_tokens, dtype=torch.int64)[group]
+    response_len = outcomes.tokens[group, sibling]
 
     kept_index = torch.zeros(len(outcomes.state), dtype=torch.int64)
     kept_index[outcomes.kept] = torch.arange(len(outcomes.kept))
-    mini_batch = mini_batch_of(kept_index[group], subset.place[group, sibling], algo.mini_batches, algo.mini_batch_of)
+    mini_batch = mini_batch_of(
+        kept_index[group], subset.deal_order[group, sibling], algo.mini_batches, algo.mini_batch_of
+    )
 
-    mean = 0.0
-    largest = 0
+    mean_loads = 0.0
+    largest_loads = 0
     for i in range(algo.mini_batches):
         rows = (mini_batch == i).nonzero()[:, 0]
         groups = group[rows].numpy()
         # A replica computes a shared prompt once for all of its rollouts of a group.
-        own_costs, prompt_costs = costs.rows(prompts[rows].numpy(), responses[rows].numpy(), groups)
+        own_costs, prompt_costs = costs.rows(prompt_len[rows].numpy(), response_len[rows].numpy(), groups)
         assigned = assign(own_costs, replicas, groups, prompt_costs)
         replica[group[rows], sibling[rows]] = torch.from_numpy(assigned)
 
         loads = loads_of(replicas, assigned, own_costs, groups, prompt_costs)
-        mean += float(loads.mean())
-        largest += int(loads.max())
-    return replica, mean / largest if largest else 1.0
+        mean_loads += float(loads.mean())
+        largest_loads += int(loads.max())
+    return replica, mean_loads / largest_loads if largest_loads else 1.0
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """Flat tensors to send, one for each rollout, in (group, sibling) order; each field [K] int64."""
+    """1-D tensors to send, one for each of K rollouts, in (group, sibling) order; each field [K] int64."""
 
     group: Tensor
     sibling: Tensor
@@ -116,8 +118,8 @@ def send_to_replicas(
     received, moved = send(transfers, {slot: ids_and_bits(r) for slot, r in own.items()}, torch.int32, grid)
     routes: dict[tuple[int, int], Tensor] = {}
     if no_routes is not None:
-        rows = torch.tensor(prompt_tokens)[group] + tokens - 1
-        transfers = replace(transfers, length=no_routes.shape[1:].numel() * no_routes.itemsize * rows)
+        routed_tokens = torch.tensor(prompt_tokens)[group] + tokens - 1
+        transfers = replace(transfers, length=no_routes.shape[1:].numel() * no_routes.itemsize * routed_tokens)
         own_routes = {slot: r.routes.flatten().view(torch.uint8) for slot, r in own.items() if r.routes is not None}
         if len(own_routes) < len(own):
             raise UserError(
@@ -130,12 +132,13 @@ def send_to_replicas(
 
     result = []
     # Lists, because reading one element of a tensor takes microseconds.
-    is_right, with_environment = outcomes.right.tolist(), (outcomes.sampled < outcomes.tokens).tolist()
+    is_right = outcomes.right.tolist()
+    has_environment = (outcomes.sampled < outcomes.tokens).tolist()
     for g, s in sorted(received):
         ids, bits = received[g, s].chunk(2)
         ids = ids.long()
         sampled, starts = None, ()
-        if with_environment[g][s]:
+        if has_environment[g][s]:
             sampled = ids >= 0
             ids = torch.where(sampled, ids, ~ids)
             starts = tuple((ids >= _START).nonzero()[:, 0].tolist())

@@ -107,7 +107,7 @@ class RolloutRunner:
 
         cut: list[ScoredRollout] = []
         if sampling.tokens_per_call:
-            # A stuck engine may still extend group_of.
+            # strict=False, because a stuck engine may still extend group_of.
             for group, rollouts in zip(group_of, result.rollouts, strict=False):
                 cut += [ScoredRollout(group, r, float("nan"), right=False) for r in rollouts if r.finish == "cut"]
 
@@ -162,7 +162,7 @@ class RolloutRunner:
 def _generation_counts(result: GenerationResult, usage: KvUsage | None) -> dict[str, float]:
     """Return the values that the span of a generate call records: its number of new tokens and the use of the cache."""
     before = sum(r.sampled_tokens for request in result.requests for r in request.begun)
-    total = sum(r.sampled_tokens for group in result.rollouts for r in group)
+    total = sum(r.sampled_tokens for rollouts in result.rollouts for r in rollouts)
     counts = {"tokens": float(max(total - before, 0))}  # The difference is negative if continued rollouts were lost.
     if usage:
         counts |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.steps)}
@@ -171,8 +171,8 @@ def _generation_counts(result: GenerationResult, usage: KvUsage | None) -> dict[
 
 
 def _episode_counts(result: GenerationResult) -> dict[str, int]:
-    """Return the numbers of turns, tool calls, malformed calls and sequences of finished rollouts, and of lost ones."""
-    rollouts = [r for rollouts in result.rollouts for r in rollouts if r.episode is not None]
+    """Return the numbers of turns, tool calls, malformed calls and sequences of ended episodes, and of lost ones."""
+    rollouts = [r for of_request in result.rollouts for r in of_request if r.episode is not None]
     episodes = [r.episode for r in rollouts if r.episode and r.finish != "cut"]
     return {
         "turns": sum(e.turns for e in episodes),
@@ -214,8 +214,8 @@ def check_scored(what: str, counts: Mapping[str, float], reported: Mapping[str, 
     scored, unscored = counts["responses"], counts["unscored"]
     failed = unscored + counts["errors"]
     if unscored > MAX_UNSCORED * scored or (scored and failed == scored):
-        first = "".join(f"{text}: {reason}; " for text, reason in [*reported.items()][:1])
+        first_error = "".join(f"{text}: {reason}; " for text, reason in [*reported.items()][:1])
         raise StepError(
             f"{what}: the verifiers failed on {failed:.0f} of {scored:.0f} responses (exception, timeout, crash or no "
-            f"finite number): most rewards mean nothing; {first}fix the verifier or raise reward.timeout_s"
+            f"finite number): most rewards mean nothing; {first_error}fix the verifier or raise reward.timeout_s"
         )

@@ -64,9 +64,8 @@ def sft(
         tokens = collectives.all_reduce_sum({"tokens": own_tokens}, grid.groups.dp)["tokens"]
 
         lr = learning_rate(optim, step, config.steps)
-        update, losses = worker.train(
-            prompts, responses, _loss(trained_masks, tokens), worker.head(temperature=1.0), lr
-        )
+        loss_function = _loss(trained_masks, tokens)
+        update, losses = worker.train(prompts, responses, loss_function, worker.head(temperature=1.0), lr)
         # Only the last pipeline stage has losses; the others add 0.
         loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
 

@@ -17,7 +17,7 @@ from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.errors import UserError, warn
 from megatron_brorl.train.carried_groups import CarriedGroups
 from megatron_brorl.train.collect import SourcePosition
-from megatron_brorl.train.console import passes
+from megatron_brorl.train.console import pass_at_k
 
 
 class EarlyStopping(BaseModel):
@@ -99,7 +99,7 @@ def new_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> B
 
     metrics: of the step, with those of its evaluation if there was one.
     """
-    scores = passes(metrics)
+    scores = pass_at_k(metrics)
     metric = config.train.keep_best
     if not (scores and metric):
         return None

@@ -71,7 +71,7 @@ def waiting(ranks: Columns) -> dict[str, float]:
     ranks/idle is the time that ranks wait for the slowest one, summed over phases, as a share of the step.
     """
     metrics: dict[str, float] = {}
-    lost = 0.0
+    waited = 0.0
     for phase in PHASES:
         column = ranks[phase]
         slowest = float(column.max())
@@ -84,10 +84,10 @@ def waiting(ranks: Columns) -> dict[str, float]:
             f"ranks/{phase}_fastest": float(column.min()),
         }
         metrics[f"ranks/{phase}_idle"] = 1 - mean / slowest
-        lost += slowest - mean
+        waited += slowest - mean
 
     step = float(ranks["wall_step"].max())
-    return {**metrics, "ranks/step_slowest": step, "ranks/idle": lost / step if step > 0 else 0.0}
+    return {**metrics, "ranks/step_slowest": step, "ranks/idle": waited / step if step > 0 else 0.0}
 
 
 def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dict[str, float]:
@@ -99,14 +99,14 @@ def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dic
     devices = len(ranks["wall_step"])
     sampled = ranks["sampled_tokens"].sum()
     step = ranks["wall_step"].max()
-    forward = ranks["forward_flops"].sum()
-    update = ranks["update_flops"].sum()
+    forward_flops = ranks["forward_flops"].sum()
+    update_flops = ranks["update_flops"].sum()
     rates = {  # amount and seconds
         "tokens_per_s": (sampled, step),
         "generate_tokens_per_s": (sampled, ranks["generate"].max()),
         "train_tokens_per_s": (trained_tokens, ranks["wall_train"].max()),
-        "forward_tflops": (forward / 1e12, ranks["forward_s"].max()),
-        "update_tflops": (update / 1e12, ranks["update_s"].max()),
+        "forward_tflops": (forward_flops / 1e12, ranks["forward_s"].max()),
+        "update_tflops": (update_flops / 1e12, ranks["update_s"].max()),
     }
     metrics = {f"throughput/{name}": float(n / s) / devices for name, (n, s) in rates.items() if n and s > 0}
 
@@ -114,8 +114,8 @@ def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dic
         for name in ("forward", "update"):
             if f"throughput/{name}_tflops" in metrics:
                 metrics[f"throughput/{name}_mfu"] = 1e12 * metrics[f"throughput/{name}_tflops"] / peak
-        if forward + update and step > 0:
-            metrics["throughput/mfu"] = float((forward + update) / step) / devices / peak
+        if forward_flops + update_flops and step > 0:
+            metrics["throughput/mfu"] = float((forward_flops + update_flops) / step) / devices / peak
     return metrics
 
 
@@ -125,14 +125,14 @@ def kv_cache(ranks: Columns) -> dict[str, float]:
     peak and mean: share of pages in use, the mean over decoding steps of all ranks. rows: rollouts decoded together.
     prompt_hits: share of prompt tokens that were in the cache.
     """
-    turns = float(ranks["kv_turns"].sum())
-    if not turns:
+    decoding_steps = float(ranks["kv_turns"].sum())
+    if not decoding_steps:
         return {}
     sampled = float(ranks["sampled_tokens"][ranks["kv_turns"] > 0].sum())
     return {
         "kv_cache/peak": float(ranks["kv_peak"].max()),
-        "kv_cache/mean": float(ranks["kv_sum"].sum()) / turns,
-        "kv_cache/rows": sampled / turns,
+        "kv_cache/mean": float(ranks["kv_sum"].sum()) / decoding_steps,
+        "kv_cache/rows": sampled / decoding_steps,
         "kv_cache/prompt_hits": float(ranks["prompt_found"].sum() / ranks["prompt_tokens"].sum()),
     }
 

@@ -128,9 +128,9 @@ class Trainer:
             step = state.step  # the number in metrics.jsonl; train_step() adds 1 to state.step
             signals.step_begins()
             trace = StepTrace(self.config.run, step, self.grid)  # records the spans of this rank from here on
-            # A repeated run has the same metrics unless rollouts or verifiers are too slow. Timings differ.
-            before, steps_taken = state.model_copy(), self.models.actor.steps_taken
+            before, steps_taken = state.model_copy(), self.models.actor.steps_taken  # to save if the step fails
             try:
+                # A repeated run has the same metrics unless rollouts or verifiers are too slow. Timings differ.
                 metrics, timings = self.train_step()
                 before, steps_taken = state, self.models.actor.steps_taken  # the state to save if the evaluation fails
                 timings |= cluster_metrics(trace.timeline, timings, metrics["trained_tokens"], peak)
@@ -199,8 +199,8 @@ class Trainer:
         # Free the engine's memory for training. sync_weights() wakes the engine up again. Without groups to train on,
         # the built-in engine stays awake and keeps its weights. Other engines leave no memory for the diagnostics. With
         # expert parallelism, even ranks without rows compute.
-        is_idle = config.rollout.engine not in ENGINES and not collected.outcomes.kept and self.grid.ep_size == 1
-        if not is_idle:
+        stays_awake = config.rollout.engine not in ENGINES and not collected.outcomes.kept and self.grid.ep_size == 1
+        if not stays_awake:
             self.runner.engine.sleep()
         with timed(seconds, "diagnose"), span("diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.models.actor, sampling)
@@ -218,7 +218,7 @@ class Trainer:
 
         with timed(seconds, "train"), span("update"):
             algo, kept = config.algo, outcomes.kept
-            batches = mini_batches(experience.slots, kept, algo.mini_batches, algo.mini_batch_of, subset.place)
+            batches = mini_batches(experience.slots, kept, algo.mini_batches, algo.mini_batch_of, subset.deal_order)
             trained = int(subset.mask.sum())  # rollouts of all ranks
             metrics |= update_models(self.models, experience, batches * config.algo.epochs, trained, config, state)
 
@@ -230,7 +230,7 @@ class Trainer:
                 "no checkpoint is written, and older ones stay; start a new run from the weights of the last one "
                 "(brorl convert to-hf) with a lower learning rate",
             )
-            if is_idle:
+            if stays_awake:
                 self.models.offload()  # the diagnostics have loaded the actor
                 metrics["weight_sync_again"] = 0.0
             else:
@@ -263,8 +263,8 @@ class Trainer:
         config = self.config.evaluate
         sampling = evaluation_sampling_params(self.config, self.stop_ids)
         with span("evaluate"):
-            answers = sample_answers(self.runner, self.held_out, config.samples, sampling, on_samples)
-            evaluation = summarize(answers, len(self.held_out), config, self.runner.seed)
+            results = sample_answers(self.runner, self.held_out, config.samples, sampling, on_samples)
+            evaluation = summarize(results, len(self.held_out), config, self.runner.seed)
         if evaluation.lost:
             progress.note(evaluation.remark())
         if self.recorder:

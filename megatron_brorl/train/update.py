@@ -103,18 +103,15 @@ def update_policy(
 
     def step(lr: float, indices: list[int]) -> StepMetrics | None:
         rows = experience.select(indices)
-        # A rollout of an agent has several rows.
+        # A unit of the loss is a rollout, which has several rows if it is an agent's. Without slots, it is a row.
         units: Sequence[Any] = rows.slots or range(len(rows))
         lengths: dict[Any, int] = Counter()
         for unit, tokens in zip(units, rows.sampled_tokens(), strict=True):
             lengths[unit] += tokens
         counts = {"tokens": float(sum(lengths.values())), "sequences": float(sum(n > 0 for n in lengths.values()))}
         if rows.weights:
-            unit_factors = dict(zip(units, rows.weights, strict=True)).values()
-            counts = {
-                "tokens": sum(w.tokens for w in unit_factors),
-                "sequences": sum(w.sequences for w in unit_factors),
-            }
+            factors = dict(zip(units, rows.weights, strict=True)).values()  # one per unit
+            counts = {"tokens": sum(w.tokens for w in factors), "sequences": sum(w.sequences for w in factors)}
         size = collectives.all_reduce_sum(counts, worker.grid.groups.dp)
         if not size["tokens"]:
             return None
@@ -138,7 +135,7 @@ def update_policy(
 
     updates = _take_steps(step, mini_batches, optim, first_update, total_updates, experience, worker.grid)
     sums = {key: updates.total(key) for key in losses.SUMS}
-    first = updates.metrics[0] if updates.metrics else {"rollout_gap": 0.0, "tokens": 0.0, "rollout_gap_max": 0.0}
+    first_batch = updates.metrics[0] if updates.metrics else {"rollout_gap": 0.0, "tokens": 0.0, "rollout_gap_max": 0.0}
 
     # make_experience reports the KL if it is part of the reward.
     tokens = sums["tokens"] or 1.0
@@ -155,8 +152,8 @@ def update_policy(
         **{name: sums[name] / tokens for name in means},
         "ratio_mean": sums["ratio"] / tokens,
         "ratio_max": max((m["ratio_max"] for m in updates.metrics), default=0.0),
-        "logprob_gap_mean": first["rollout_gap"] / (first["tokens"] or 1.0),
-        "logprob_gap_max": first["rollout_gap_max"],
+        "logprob_gap_mean": first_batch["rollout_gap"] / (first_batch["tokens"] or 1.0),
+        "logprob_gap_max": first_batch["rollout_gap_max"],
         "trained_tokens": sums["tokens"],
     }
 

@@ -69,7 +69,7 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
         except UpdateRefused as e:
             refused = e
             print_error(f"brorl: rank {worker.grid.rank}, version {version}: {e}")
-        problem = _problem(int(sum(checksums)), refused is not None)
+        problem = _problem(int(sum(checksums)), refused=refused is not None)
         if not problem:
             return repeats
     raise refused or UpdateRefused(f"weight update: version {version}: {problem}")
@@ -184,8 +184,8 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int, replay_routes: 
         name = f"probe {i}"
         # The key includes the version, so that each weight sync is tested with other tokens.
         keys = torch.full((length,), stream_key("verify reshard", version, name))
-        places = torch.arange(length)
-        ids = (uniforms(keys, places, torch.zeros_like(places)) * shape.vocab).long()
+        positions = torch.arange(length)
+        ids = (uniforms(keys, positions, torch.zeros_like(positions)) * shape.vocab).long()
         prompts.append(Prompt(name, text="", token_ids=tuple(ids.tolist()), answer=None, verifier="exact"))
 
     # The probe uses the same functions as a training step.
@@ -199,13 +199,14 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int, replay_routes: 
 
     # The probe is small, so every replica of the actor scores all responses.
     own = [(g, r) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]
-    ranks = collectives.all_gather(own)
-    rows = [row for rank in ranks for row in rank]
-    inputs = [torch.tensor(prompts[g].token_ids) for g, _ in rows]
+    rows_by_rank = collectives.all_gather(own)
+    rows = [row for own_rows in rows_by_rank for row in own_rows]
+    row_prompts = [torch.tensor(prompts[g].token_ids) for g, _ in rows]
     routes = [r.routes for _, r in rows if r.routes is not None] if replay_routes else None
-    actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], temperature=1.0, routes=routes)
-    gaps = torch.cat([(scored.cpu() - r.log_probs).abs() for scored, (_, r) in zip(actual, rows, strict=True)])
+    actor_log_probs = worker.log_probs(row_prompts, [r.token_ids for _, r in rows], temperature=1.0, routes=routes)
+    pairs = zip(actor_log_probs, rows, strict=True)
+    gaps = torch.cat([(scored.cpu() - r.log_probs).abs() for scored, (_, r) in pairs])
     # Replicas may round differently, and all ranks must take the same decision.
     gaps = collectives.all_reduce_tensor(gaps.nan_to_num(nan=float("inf")), dist.ReduceOp.MAX)
-    tokens = torch.tensor([sum(len(r.token_ids) for _, r in rank) for rank in ranks])
-    return gap_statistics(gaps, torch.arange(len(ranks)).repeat_interleave(tokens))
+    tokens = torch.tensor([sum(len(r.token_ids) for _, r in own_rows) for own_rows in rows_by_rank])
+    return gap_statistics(gaps, torch.arange(len(rows_by_rank)).repeat_interleave(tokens))

@@ -87,7 +87,7 @@ class Offload:
     """Moves tensors that generation does not need to host memory, and back bit for bit. Views of them stay valid."""
 
     def __init__(self, kept: Callable[[], Iterable[Tensor]], dropped: Callable[[], Iterable[Tensor]] = tuple) -> None:
-        """kept: tensors whose bytes are restored. dropped: tensors whose contents are undefined after a reload."""
+        """kept: tensors whose bytes are restored. dropped: those that reload leaves undefined. `tuple` yields none."""
         self._kept = kept
         self._dropped = dropped
         self._host: list[tuple[torch.UntypedStorage, Tensor]] = []
@@ -160,7 +160,7 @@ class Stage:
         self.options = options
         self.optim = optim
         self.model: Any = module  # in DistributedDataParallel if it is trained
-        self._segments_of = 2 * self.grid.cp_size if self.grid.cp_size > 1 else 1  # an argument of packing.pack
+        self._segments_of = 2 * self.grid.cp_size if self.grid.cp_size > 1 else 1  # pads segments to a multiple of it
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
         self._multiple_of = self._segments_of * (self.grid.tp_size if self.grid.sequence_parallel else 1) * align
         self._max_tokens = options.tokens_per_micro_batch * self.grid.cp_size  # of a micro-batch on all ranks
@@ -169,22 +169,23 @@ class Stage:
         # Gradients need no copy in host memory, because every update starts from zeros.
         self._gradients = Offload(kept=tuple, dropped=self._gradient_buffers if optim is not None else tuple)
         if optim is not None:
-            for layer in module.decoder.layers if options.freeze_router else ():
-                layer.mlp.router.requires_grad_(False)
+            if options.freeze_router:
+                for layer in module.decoder.layers:
+                    layer.mlp.router.requires_grad_(False)
             with cpu_bridge.bridge():
                 self._make_trainable(optim)
 
     def _make_trainable(self, optim: OptimConfig) -> None:
         config = self.module.config
-        o = self.options
+        options = self.options
         # Megatron gathers weights when a module is called, which adapters are not.
-        overlap_gather = o.overlap and o.distributed_optimizer and o.lora is None
+        overlap_gather = options.overlap and options.distributed_optimizer and options.lora is None
         self.model = DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                use_distributed_optimizer=o.distributed_optimizer,
-                overlap_grad_reduce=o.overlap,
+                use_distributed_optimizer=options.distributed_optimizer,
+                overlap_grad_reduce=options.overlap,
                 overlap_param_gather=overlap_gather,
             ),
             module=self.module,
@@ -205,9 +206,9 @@ class Stage:
                 adam_beta2=optim.betas[1],
                 adam_eps=optim.eps,
                 clip_grad=optim.clip_grad,
-                bf16=o.dtype == torch.bfloat16,
-                params_dtype=o.dtype,
-                use_distributed_optimizer=o.distributed_optimizer,
+                bf16=options.dtype == torch.bfloat16,
+                params_dtype=options.dtype,
+                use_distributed_optimizer=options.distributed_optimizer,
                 overlap_param_gather=overlap_gather,
             ),
             [self.model],
@@ -282,7 +283,7 @@ class Stage:
         weight_storages = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
         for chained in self.optimizer.chained_optimizers:
             masters = (p for group in chained.param_groups for p in group["params"])
-            for x in (*masters, *(x for state in chained.optimizer.state.values() for x in state.values())):
+            for x in (*masters, *(value for state in chained.optimizer.state.values() for value in state.values())):
                 if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in weight_storages:
                     yield x
 
@@ -300,7 +301,7 @@ class Stage:
     ) -> tuple[OptimizerStep, list[Any]]:
         """Take one optimizer step on this replica's rows; return it and the values of `loss` per micro-batch.
 
-        `loss` must divide by the size of the global batch. Only the last stage returns any. routes: see packing.pack.
+        `loss` must divide by the size of the global batch. Only the last stage has values. routes: see packing.pack.
         """
         with span("optimizer step") as recorded:
             batches = self.micro_batches(prompts, responses, routes)
@@ -320,9 +321,9 @@ class Stage:
         per_token: Callable[[Any], Tensor],
         routes: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return per_token(head output) [R], without gradient, as [G] float32 per row on all ranks of the replica.
+        """Return per_token(output of the head) of every row, [G] float32 each, on all ranks of the replica.
 
-        The rows are on the device. Nothing waits for it.
+        per_token returns [R], without gradient. The rows are on the device, and the host does not wait for it.
         """
         lengths = [len(r) for r in responses]
         result = list(torch.zeros(sum(lengths), device=cpu_bridge.default_device()).split(lengths))

@@ -170,7 +170,7 @@ def test_sibling_mini_batches_have_equal_shares_of_each_reward(processes, count)
     groups = [[(float(torch.rand((), generator=rng) < p), 3, "stop") for _ in range(64)] for p in (0.1, 0.5, 0.9)]
     rows, subset, kept = chosen(groups, train_on=18)
     slots = [(r.group, r.rollout.index) for r in rows]
-    batches = mini_batches(slots, kept, count, "siblings", subset.place)
+    batches = mini_batches(slots, kept, count, "siblings", subset.deal_order)
     for group in range(3):
         counters = [Counter(rows[i].reward for i in batch if rows[i].group == group) for batch in batches]
         assert [counter.total() for counter in counters] == [18 // count] * count
