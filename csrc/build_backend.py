@@ -20,8 +20,8 @@ TORCH = "torch==2.13.0"
 
 def folders() -> list[str]:
     """Return the package folders of this interpreter's environment, even if the build does not see them."""
-    own = [] if sys.prefix != sys.base_prefix else [site.getusersitepackages()]
-    return [*site.getsitepackages(), *own]
+    user_folders = [] if sys.prefix != sys.base_prefix else [site.getusersitepackages()]
+    return [*site.getsitepackages(), *user_folders]
 
 
 def torch_folders() -> list[str]:

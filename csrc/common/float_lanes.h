@@ -22,7 +22,7 @@ constexpr int kPartLanes = 4, kRegisters = 16;
 
 constexpr int64_t kWide = 16;  // floats in a Wide
 constexpr int kParts = kWide / kPartLanes;
-constexpr int kHeld = kRegisters * 3 / 4 / kParts;  // sums in registers; the rest of the registers holds their operands
+constexpr int kHeld = kRegisters * 3 / 4 / kParts;  // Wide sums in registers; the others hold operands
 
 typedef float FloatPart __attribute__((vector_size(4 * kPartLanes)));
 
@@ -62,12 +62,12 @@ inline Wide load_wide(const float* p) {
 }
 
 inline Wide load_wide(const c10::BFloat16* p) {
-  typedef uint16_t Half __attribute__((vector_size(2 * kPartLanes)));
-  typedef uint32_t Bits __attribute__((vector_size(4 * kPartLanes)));
+  typedef uint16_t Bits16 __attribute__((vector_size(2 * kPartLanes)));
+  typedef uint32_t Bits32 __attribute__((vector_size(4 * kPartLanes)));
   return of_parts([=](int i) {
-    Half half;
-    std::memcpy(&half, p + i * kPartLanes, sizeof half);
-    const Bits bits = __builtin_convertvector(half, Bits) << 16;
+    Bits16 bfloat16;
+    std::memcpy(&bfloat16, p + i * kPartLanes, sizeof bfloat16);
+    const Bits32 bits = __builtin_convertvector(bfloat16, Bits32) << 16;
     FloatPart x;
     std::memcpy(&x, &bits, sizeof x);
     return x;

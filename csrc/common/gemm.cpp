@@ -30,8 +30,8 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
       out.dim() == 2 && a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && out.size(0) == a.size(0) &&
           out.size(1) == b.size(1),
       "gemm_: cannot write ", a.sizes(), " times ", b.sizes(), " to ", out.sizes());
-  const bool narrow = a.scalar_type() == at::kBFloat16;
-  const auto expected = narrow ? at::kFloat : a.scalar_type();
+  const bool is_bfloat16 = a.scalar_type() == at::kBFloat16;
+  const auto expected = is_bfloat16 ? at::kFloat : a.scalar_type();
   TORCH_CHECK_TYPE(
       b.scalar_type() == a.scalar_type() && out.scalar_type() == expected, "gemm_: cannot multiply ", a.scalar_type(),
       " by ", b.scalar_type(), " to ", out.scalar_type());
@@ -44,7 +44,7 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
     return;
   }
 #ifdef BRORL_CUDA
-  if (narrow && on_device(out)) {
+  if (is_bfloat16 && on_device(out)) {
     const c10::DeviceGuard guard(out.device());
     check_launch("gemm_", bfloat16_gemm_launch(
         out.mutable_data_ptr<float>(), out.stride(0), operand<uint16_t>(a), operand<uint16_t>(b), out.size(0),
@@ -52,7 +52,7 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
     return;
   }
 #endif
-  if (narrow) {
+  if (is_bfloat16) {
     TORCH_CHECK(has_bfloat16_kernel(), "gemm_: neither this processor nor this torch multiplies bfloat16 to float32");
     bfloat16_gemm(
         out.mutable_data_ptr<float>(), out.stride(0), operand<uint16_t>(a), operand<uint16_t>(b), out.size(0),

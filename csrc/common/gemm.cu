@@ -18,8 +18,8 @@ struct Operand {
 
 // The row stride of a matrix with one row is arbitrary, and cuBLAS accepts any that is large enough; likewise columns.
 Operand operand(const Matrix<uint16_t>& x, int64_t rows, int64_t columns) {
-  if (x.column == 1) return {CUBLAS_OP_N, rows > 1 ? x.row : columns};
-  return {CUBLAS_OP_T, columns > 1 ? x.column : rows};
+  if (x.column_stride == 1) return {CUBLAS_OP_N, rows > 1 ? x.row_stride : columns};
+  return {CUBLAS_OP_T, columns > 1 ? x.column_stride : rows};
 }
 
 // One handle per thread and device, as in torch. They are never destroyed, because at exit the driver may be gone

@@ -23,8 +23,7 @@ BRORL_HOST_DEVICE PhiloxWords philox(uint64_t key, PhiloxWords counter) {
   return c;
 }
 
-// Return a number in (0, 1) with 52 random bits. key: 63 bits; index of the rollout and position of the token: 32 bits
-// each.
+// Return a number in (0, 1) with 52 random bits. key has 63 bits, index of the rollout and position of the token 32.
 BRORL_HOST_DEVICE double philox_uniform(int64_t key, int64_t index, int64_t position) {
   const PhiloxWords words = philox(uint64_t(key), {{uint32_t(position), uint32_t(index), 0, 0}});
   const uint64_t bits = (uint64_t(words.x[0]) << 20) | (words.x[1] >> 12);

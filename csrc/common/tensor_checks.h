@@ -6,7 +6,7 @@
 
 namespace brorl {
 
-// The first tensor, which the others are compared with.
+// For the first tensor of an op. `matching` compares the others with it.
 inline at::Tensor floating(const at::Tensor& x, const char* name) {
   const auto dtype = x.scalar_type();
   TORCH_CHECK_TYPE(

@@ -36,7 +36,7 @@ inline void transpose(Line* rows) {
   for (int i = 0; i < 8; ++i) exchange<1>(rows[2 * i], rows[2 * i + 1]);
 }
 
-// to[i * ld + p] = word i of line p, by squares of 16: from(i, p) returns words i to i + 15, rest(i, p) only word i.
+// to[i * ld + p] = word i of line p. from(i, p): words i to i + 15 of line p; rest(i, p): word i, for the edges.
 template <typename Word, typename From, typename Rest>
 void turn(Word* to, int64_t ld, int64_t count, int64_t depth, From from, Rest rest) {
   for (int64_t p = 0; p < depth; p += kLine) {

@@ -35,7 +35,7 @@ constexpr int64_t kTile = 64;              // rows or columns of a block
 constexpr int64_t kWords = 256;            // pairs of k per block: a packed block is 64 KiB
 constexpr int64_t kPitch = kWords + kLine;
 
-// Load the pair of k at x, whose elements are `stride` apart: one pair, or 16 for consecutive outer indices.
+// word: the pair x[0] and x[stride] of consecutive k. line: 16 such words, for consecutive outer indices.
 inline uint32_t word(const uint16_t* x, int64_t stride) { return uint32_t(x[0]) | uint32_t(x[stride]) << 16; }
 
 inline Line line(const uint16_t* x, int64_t stride) {
@@ -51,24 +51,24 @@ inline Line line(const uint16_t* x, int64_t stride) {
 void pack_words(
     uint32_t* words, int64_t ld_i, int64_t ld_p, const uint16_t* x, int64_t stride_i, int64_t stride_k, int64_t count,
     int64_t depth) {
-  const int64_t whole = depth / 2;
+  const int64_t full_pairs = depth / 2;
   const auto pair_at = [&](int64_t i, int64_t p) {
     uint32_t pair;
     std::memcpy(&pair, x + i * stride_i + 2 * p, sizeof pair);
     return pair;
   };
   if (stride_k == 1 && ld_p == 1) {
-    for (int64_t i = 0; i < count; ++i) std::memcpy(words + i * ld_i, x + i * stride_i, whole * sizeof(uint32_t));
+    for (int64_t i = 0; i < count; ++i) std::memcpy(words + i * ld_i, x + i * stride_i, full_pairs * sizeof(uint32_t));
   } else if (stride_k == 1) {
     const auto row = [&](int64_t p, int64_t i) {
       Line pairs;
       std::memcpy(&pairs, x + i * stride_i + 2 * p, sizeof pairs);
       return pairs;
     };
-    turn(words, ld_p, whole, count, row, [&](int64_t p, int64_t i) { return pair_at(i, p); });
+    turn(words, ld_p, full_pairs, count, row, [&](int64_t p, int64_t i) { return pair_at(i, p); });
   } else if (ld_p == 1) {
     turn(
-        words, ld_i, count, whole,
+        words, ld_i, count, full_pairs,
         [&](int64_t i, int64_t p) {
           // Rows of x may be a page apart, which the hardware does not prefetch.
           __builtin_prefetch(x + 2 * (p + 2 * kLine) * stride_k + i);
@@ -76,22 +76,23 @@ void pack_words(
         },
         [&](int64_t i, int64_t p) { return word(x + 2 * p * stride_k + i, stride_k); });
   } else {
-    for (int64_t p = 0; p < whole; ++p) {
+    for (int64_t p = 0; p < full_pairs; ++p) {
       for (int64_t i = 0; i < count; ++i) words[i + p * ld_p] = word(x + 2 * p * stride_k + i, stride_k);
     }
   }
   if (depth % 2) {
-    for (int64_t i = 0; i < count; ++i) words[i * ld_i + whole * ld_p] = x[i * stride_i + (depth - 1) * stride_k];
+    for (int64_t i = 0; i < count; ++i) words[i * ld_i + full_pairs * ld_p] = x[i * stride_i + (depth - 1) * stride_k];
   }
 }
 
 // One operand in the kernel's layout: tiles along its outer dimension, each with a block of k.
 struct Operand {
   Operand(Matrix<uint16_t> matrix, bool is_a, int64_t size, int64_t k)
-      : x(matrix), a(is_a), outer(is_a ? x.row : x.column), along_k(is_a ? x.column : x.row), size(size) {
-    // Rows of a with k contiguous are read in place. They must not overlap; the stride of a single row does not matter.
-    direct = a && along_k == 1 && k % 2 == 0 && (size == 1 || outer >= k);
-    ld = direct ? std::max(outer, k) : a ? 2 * kPitch : kTile;
+      : x(matrix), is_a(is_a), outer_stride(is_a ? x.row_stride : x.column_stride),
+        k_stride(is_a ? x.column_stride : x.row_stride), size(size) {
+    // Rows of a with k contiguous are read in place if they do not overlap; the stride of a single row does not matter.
+    direct = is_a && k_stride == 1 && k % 2 == 0 && (size == 1 || outer_stride >= k);
+    ld = direct ? std::max(outer_stride, k) : is_a ? 2 * kPitch : kTile;
   }
 
   int64_t tiles() const { return (size + kTile - 1) / kTile; }
@@ -99,15 +100,15 @@ struct Operand {
 
   // Return the tile's block of `depth` elements of k from `first` on, packed to memory if needed.
   const uint16_t* block(int64_t tile, int64_t first, int64_t depth, uint32_t* memory) const {
-    const uint16_t* const from = x.data + tile * kTile * outer + first * along_k;
+    const uint16_t* const from = x.data + tile * kTile * outer_stride + first * k_stride;
     if (direct) return from;
-    pack_words(memory, a ? kPitch : 1, a ? 1 : kTile, from, outer, along_k, width(tile), depth);
+    pack_words(memory, is_a ? kPitch : 1, is_a ? 1 : kTile, from, outer_stride, k_stride, width(tile), depth);
     return reinterpret_cast<const uint16_t*>(memory);
   }
 
   Matrix<uint16_t> x;
-  bool a;
-  int64_t outer, along_k, size, ld;
+  bool is_a;
+  int64_t outer_stride, k_stride, size, ld;
   bool direct;
 };
 
@@ -115,21 +116,21 @@ struct Operand {
 
 void bfloat16_gemm(
     float* out, int64_t ld, Matrix<uint16_t> a, Matrix<uint16_t> b, int64_t m, int64_t n, int64_t k, bool accumulate) {
-  constexpr int64_t block = kTile * kPitch;
-  const Operand rows(a, true, m, k), columns(b, false, n, k);
+  constexpr int64_t block_words = kTile * kPitch;
+  const Operand rows(a, /*is_a=*/true, m, k), columns(b, /*is_a=*/false, n, k);
   // For every block of k the shorter side is packed once for all threads, which share the tiles of the longer one.
   const bool long_rows = m > n;
   const Operand &longer = long_rows ? rows : columns, &shorter = long_rows ? columns : rows;
-  std::vector<uint32_t> packed(shorter.direct ? 0 : shorter.tiles() * block);
+  std::vector<uint32_t> packed(shorter.direct ? 0 : shorter.tiles() * block_words);
   std::vector<const uint16_t*> shared(shorter.tiles());
 #pragma omp parallel num_threads(at::get_num_threads())
   {
-    std::vector<uint32_t> block_memory(longer.direct ? 0 : block);
+    std::vector<uint32_t> block_memory(longer.direct ? 0 : block_words);
     for (int64_t first = 0; first < k; first += 2 * kWords) {
       const int64_t depth = std::min(2 * kWords, k - first);
 #pragma omp for schedule(static)
       for (int64_t tile = 0; tile < shorter.tiles(); ++tile) {
-        shared[tile] = shorter.block(tile, first, depth, packed.data() + tile * block);
+        shared[tile] = shorter.block(tile, first, depth, packed.data() + tile * block_words);
       }
 #pragma omp for schedule(dynamic)
       for (int64_t tile = 0; tile < longer.tiles(); ++tile) {

@@ -23,7 +23,7 @@ constexpr int64_t kPage = 16;         // tokens; equals kWide, so one key compon
 constexpr int64_t kBlockPages = 8;    // pages per round of the online softmax
 constexpr int64_t kBlockKeys = kBlockPages * kPage;
 constexpr int kTile = 8;              // queries
-constexpr int64_t kWidest = 256;      // largest head size
+constexpr int64_t kMaxHeadSize = 256;
 static_assert(kPage == kWide);
 
 struct DecodeShapes {
@@ -41,7 +41,7 @@ void check_decode_dtype(const at::Tensor& x, const char* name) {
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16, name, " must be float32 or bfloat16, got ", dtype);
 }
 
-// Raise an error that names a tensor of wrong shape or dtype. check_places checks the entries of tables and lengths.
+// Raise an error that names a tensor of wrong shape or dtype. check_offsets checks the entries of tables and lengths.
 DecodeShapes check_decode_step(
     const at::Tensor& qkv, const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm,
     const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys, const at::Tensor& values,
@@ -57,8 +57,8 @@ DecodeShapes check_decode_step(
   const int64_t rows = qkv.size(0), pages = keys.size(0), kv_heads = keys.size(1), d = keys.size(2);
   const int64_t width = values.size(3), heads = d ? out.size(1) / d : 0;
   TORCH_CHECK_VALUE(
-      d > 0 && d % 2 == 0 && d <= width && width % kPage == 0 && width <= kWidest, "a head has ", d, " in ", width,
-      " places: an even size in a multiple of 16 up to ", kWidest, " is needed");
+      d > 0 && d % 2 == 0 && d <= width && width % kPage == 0 && width <= kMaxHeadSize, "a head has ", d, " in ", width,
+      " places: an even size in a multiple of 16 up to ", kMaxHeadSize, " is needed");
   TORCH_CHECK_VALUE(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, heads, " heads do not share ", kv_heads);
   check_decode(qkv, "qkv", {rows, (heads + 2 * kv_heads) * d}, dtype);
   check_decode(cos, "cos", {rows, d / 2}, at::kFloat);
@@ -105,7 +105,7 @@ void page_values(
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) sum[r][c] = load_wide(total + r * kWidest + column + c * kWide);
+    for (int c = 0; c < C; ++c) sum[r][c] = load_wide(total + r * kMaxHeadSize + column + c * kWide);
   }
   for (int64_t key = 0; key < count; ++key) {
     const T* const value = pages[key / kPage] + key % kPage * width + column;
@@ -121,11 +121,11 @@ void page_values(
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store_wide(total + r * kWidest + column + c * kWide, sum[r][c]);
+    for (int c = 0; c < C; ++c) store_wide(total + r * kMaxHeadSize + column + c * kWide, sum[r][c]);
   }
 }
 
-// Both for all pages and all columns, with as many rows and columns at once as fit the registers.
+// page_scores of all pages and page_values of all columns, with as many rows and columns at once as fit the registers.
 template <int R, typename T>
 void all_scores(const float* q, int64_t d, const T* const* pages, int64_t count, float* scores) {
   if constexpr (R > kHeld) {
@@ -145,7 +145,7 @@ void all_values(const float* weights, const T* const* pages, int64_t count, int6
   if constexpr (R > kHeld) {
     constexpr int kHalf = R / 2;
     all_values<kHalf>(weights, pages, count, width, total);
-    all_values<R - kHalf>(weights + kHalf * kBlockKeys, pages, count, width, total + kHalf * kWidest);
+    all_values<R - kHalf>(weights + kHalf * kBlockKeys, pages, count, width, total + kHalf * kMaxHeadSize);
   } else {
     constexpr int kAtOnce = std::min(kHeld / R, 4);
     int64_t column = 0;
@@ -159,7 +159,7 @@ void all_values(const float* weights, const T* const* pages, int64_t count, int6
 // The softmax of up to kTile queries so far.
 struct Tile {
   float largest[kTile], sum[kTile];
-  alignas(64) float total[kTile * kWidest];
+  alignas(64) float total[kTile * kMaxHeadSize];
   alignas(64) float scores[kTile * kBlockKeys];
 };
 
@@ -175,12 +175,10 @@ void attend_block(
     float* const s = scores + r * kBlockKeys;
     for (int64_t j = count; j < pages * kPage; ++j) s[j] = -std::numeric_limits<float>::infinity();
     Wide top = all_wide(tile.largest[first + r]);  // lane by lane: compilers do not vectorise a float maximum
-    for (int64_t j = 0; j < pages * kPage; j += kWide) {
-      top = larger(load_wide(s + j), top);
-    }
+    for (int64_t j = 0; j < pages * kPage; j += kWide) top = larger(load_wide(s + j), top);
     const float largest = largest_lane(top);
     const float shrink = std::exp(tile.largest[first + r] - largest);
-    float* const total = tile.total + (first + r) * kWidest;
+    float* const total = tile.total + (first + r) * kMaxHeadSize;
     for (int64_t i = 0; i < width; ++i) total[i] *= shrink;
     Wide sum = {};
     for (int64_t j = 0; j < pages * kPage; j += kWide) {
@@ -190,7 +188,7 @@ void attend_block(
     tile.sum[first + r] = tile.sum[first + r] * shrink + sum_lanes(sum);
     tile.largest[first + r] = largest;
   }
-  all_values<R>(scores, values, count, width, tile.total + first * kWidest);
+  all_values<R>(scores, values, count, width, tile.total + first * kMaxHeadSize);
 }
 
 template <typename T>
@@ -207,8 +205,8 @@ struct Step {
   int64_t rows, heads, kv_heads, d, width, table_size, prompt_table_size;
   float scale, eps;
 
-  int64_t group() const { return heads / kv_heads; }
-  int64_t stride() const { return (heads + 2 * kv_heads) * d; }
+  int64_t group() const { return heads / kv_heads; }  // query heads per kv head
+  int64_t stride() const { return (heads + 2 * kv_heads) * d; }  // of the rows of qkv
   T* key_page(int64_t page, int64_t head) const { return keys + (page * kv_heads + head) * d * kPage; }
   T* value_page(int64_t page, int64_t head) const { return values + (page * kv_heads + head) * kPage * width; }
 
@@ -232,8 +230,9 @@ struct Step {
 
   // Store a row's new key and value of one kv head.
   void store(int64_t row, int64_t head) const {
-    const int64_t place = lengths[row] - 1, page = tables[row * table_size + place / kPage], slot = place % kPage;
-    float key[kWidest];
+    const int64_t position = lengths[row] - 1, slot = position % kPage;
+    const int64_t page = tables[row * table_size + position / kPage];
+    float key[kMaxHeadSize];
     rotated(qkv + row * stride() + (heads + head) * d, k_norm, row, key);
     T* const to = key_page(page, head) + slot;
     for (int64_t i = 0; i < d; ++i) to[i * kPage] = T(key[i]);
@@ -262,7 +261,7 @@ struct Step {
   // Compute queries begin .. begin + count of the rows from `row` on: query i is head i % group of row i / group.
   void attend_tile(int64_t row, int64_t head, int64_t begin, int count) const {
     Tile tile;
-    alignas(64) float q[kTile * kWidest];
+    alignas(64) float q[kTile * kMaxHeadSize];
     const int64_t g = group();
     for (int r = 0; r < count; ++r) {
       const int64_t b = row + (begin + r) / g, h = head * g + (begin + r) % g;
@@ -270,7 +269,7 @@ struct Step {
       for (int64_t i = 0; i < d; ++i) q[r * d + i] *= scale;
       tile.largest[r] = -std::numeric_limits<float>::infinity();
       tile.sum[r] = 0;
-      std::fill_n(tile.total + r * kWidest, width, 0.0f);
+      std::fill_n(tile.total + r * kMaxHeadSize, width, 0.0f);
     }
     const int64_t prompt = prompts[row];
     over_pages(tile, 0, count, q, head, prompt_tables + prompt * prompt_table_size, prompt_lengths[prompt]);
@@ -282,8 +281,8 @@ struct Step {
     }
     for (int r = 0; r < count; ++r) {
       const int64_t b = row + (begin + r) / g, h = head * g + (begin + r) % g;
-      const float share = 1 / tile.sum[r];
-      for (int64_t i = 0; i < d; ++i) out[(b * heads + h) * d + i] = T(tile.total[r * kWidest + i] * share);
+      const float inverse_sum = 1 / tile.sum[r];
+      for (int64_t i = 0; i < d; ++i) out[(b * heads + h) * d + i] = T(tile.total[r * kMaxHeadSize + i] * inverse_sum);
     }
   }
 
@@ -291,13 +290,13 @@ struct Step {
     struct Work {
       int64_t row, head, siblings;
     };
-    const int64_t at_once = std::max<int64_t>(1, kTile / group());
+    const int64_t rows_at_once = std::max<int64_t>(1, kTile / group());
     std::vector<Work> work;
     for (int64_t row = 0; row < rows;) {
       int64_t end = row + 1;
       while (end < rows && prompts[end] == prompts[row]) ++end;
       for (int64_t head = 0; head < kv_heads; ++head) {
-        for (int64_t b = row; b < end; b += at_once) work.push_back({b, head, std::min(at_once, end - b)});
+        for (int64_t b = row; b < end; b += rows_at_once) work.push_back({b, head, std::min(rows_at_once, end - b)});
       }
       row = end;
     }
@@ -314,22 +313,23 @@ struct Step {
 };
 
 // Check pages and prompts, which are offsets into memory.
-void check_places(
+void check_offsets(
     const Tensor& tables, const Tensor& lengths, const Tensor& prompt_tables, const Tensor& prompt_lengths,
     const Tensor& prompts, int64_t pages) {
-  const auto table = [&](const Tensor& t, const Tensor& l, int64_t row, const char* name) {
-    const int64_t length = l.const_data_ptr<int64_t>()[row], used = (length + kPage - 1) / kPage;
-    TORCH_CHECK_VALUE(length >= 0 && used <= t.size(1), name, " of row ", row, " has no room for ", length, " tokens");
-    const int32_t* const entry = t.const_data_ptr<int32_t>() + row * t.size(1);
+  const auto check_table = [&](const Tensor& table, const Tensor& table_lengths, int64_t row, const char* name) {
+    const int64_t length = table_lengths.const_data_ptr<int64_t>()[row], used = (length + kPage - 1) / kPage;
+    TORCH_CHECK_VALUE(
+        length >= 0 && used <= table.size(1), name, " of row ", row, " has no room for ", length, " tokens");
+    const int32_t* const entry = table.const_data_ptr<int32_t>() + row * table.size(1);
     for (int64_t p = 0; p < used; ++p) {
       TORCH_CHECK_INDEX(entry[p] >= 0 && entry[p] < pages, name, "[", row, ", ", p, "] is ", entry[p], " of ", pages);
     }
   };
-  for (int64_t s = 0; s < prompt_lengths.size(0); ++s) table(prompt_tables, prompt_lengths, s, "prompt_tables");
+  for (int64_t s = 0; s < prompt_lengths.size(0); ++s) check_table(prompt_tables, prompt_lengths, s, "prompt_tables");
   const int64_t* const prompt = prompts.const_data_ptr<int64_t>();
   for (int64_t b = 0; b < lengths.size(0); ++b) {
     TORCH_CHECK_VALUE(lengths.const_data_ptr<int64_t>()[b] > 0, "lengths count the new token, lengths[", b, "] is 0");
-    table(tables, lengths, b, "tables");
+    check_table(tables, lengths, b, "tables");
     TORCH_CHECK_INDEX(
         prompt[b] >= 0 && prompt[b] < prompt_lengths.size(0), "prompts[", b, "] is ", prompt[b], " of ",
         prompt_lengths.size(0));
@@ -368,7 +368,7 @@ void decode_attention_(
     double scale, const Tensor& out) {
   const DecodeShapes s = check_decode_step(
       qkv, q_norm, k_norm, cos, sin, keys, values, tables, lengths, prompt_tables, prompt_lengths, prompts, out);
-  check_places(tables, lengths, prompt_tables, prompt_lengths, prompts, s.pages);
+  check_offsets(tables, lengths, prompt_tables, prompt_lengths, prompts, s.pages);
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     Step<T>{

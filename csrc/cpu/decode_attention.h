@@ -12,7 +12,7 @@ namespace brorl {
 // + 2 K) d], float32 or bfloat16: a row's projections, before normalization (q_norm, k_norm [d]) and rotation (cos, sin
 // [B, d / 2] float32). The new key and value are stored at position lengths[b] - 1 of row b's own pages. Then query
 // heads attend to the row's prompt and to its lengths[b] own tokens. keys [pages, K, d, 16] and values [pages, K, 16,
-// d'] (d' = d or padding above) in the dtype of qkv; tables [B, pages of a row] and prompt_tables [S, pages of a
+// d'] (d padded to d') in the dtype of qkv; tables [B, pages of a row] and prompt_tables [S, pages of a
 // prompt] int32; prompt_lengths [S] and prompts [B], the row's prompt, int64. It is fastest if rows of one prompt are
 // adjacent. out [B, heads d].
 void decode_attention_(

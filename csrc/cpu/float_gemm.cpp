@@ -21,7 +21,7 @@ constexpr int64_t kPacked = 1024 * 1024;  // elements of b packed at a time, at 
 constexpr int64_t kPieces = 16;           // pieces per thread, at least
 constexpr int64_t kRowsAhead = 16;        // rows prefetched while rows are copied
 
-int64_t pieces(int64_t size, int64_t of) { return (size + of - 1) / of; }
+int64_t ceil_div(int64_t size, int64_t divisor) { return (size + divisor - 1) / divisor; }
 
 // Uninitialised memory, aligned to cache lines.
 struct Floats {
@@ -38,20 +38,21 @@ void copy_row(const float* from, int64_t stride, int64_t count, float* to) {
 
 // Pack `columns` of b's block [depth, ...] row by row, kTileColumns elements per row; zeros pad to a multiple of kWide.
 void pack_panel(Matrix<float> b, int64_t depth, int64_t columns, float* to) {
-  if (b.column == 1) {
-    for (int64_t i = 0; i < depth; ++i) copy_row(b.data + i * b.row, b.row, columns, to + i * kTileColumns);
+  if (b.column_stride == 1) {
+    const int64_t stride = b.row_stride;
+    for (int64_t i = 0; i < depth; ++i) copy_row(b.data + i * stride, stride, columns, to + i * kTileColumns);
   } else {
-    transpose_floats(b.data, b.column, columns, depth, to, kTileColumns);
+    transpose_floats(b.data, b.column_stride, columns, depth, to, kTileColumns);
   }
-  if (const int64_t used = pieces(columns, kWide) * kWide; used > columns) {
+  if (const int64_t used = ceil_div(columns, kWide) * kWide; used > columns) {
     for (int64_t i = 0; i < depth; ++i) std::fill(to + i * kTileColumns + columns, to + i * kTileColumns + used, 0.0f);
   }
 }
 
 // Return rows of a, packed to [depth, rows] if k is not contiguous.
 Rows pack_rows(Matrix<float> a, int64_t rows, int64_t depth, float* to) {
-  if (a.column == 1) return {a.data, a.row, 1};
-  for (int64_t i = 0; i < depth; ++i) copy_row(a.data + i * a.column, a.column, rows, to + i * rows);
+  if (a.column_stride == 1) return {a.data, a.row_stride, 1};
+  for (int64_t i = 0; i < depth; ++i) copy_row(a.data + i * a.column_stride, a.column_stride, rows, to + i * rows);
   return {to, 1, rows};
 }
 
@@ -59,8 +60,8 @@ Rows pack_rows(Matrix<float> a, int64_t rows, int64_t depth, float* to) {
 void multiply_panel(
     Rows a, int64_t rows, const float* panel, int64_t columns, int64_t depth, float* out, int64_t ld, bool accumulate,
     bool fresh) {
-  const int64_t ahead = fresh && a.column == 1 ? kTileRows * a.row : 0;
-  const int64_t wides = pieces(columns, kWide);
+  const int64_t ahead = fresh && a.column_stride == 1 ? kTileRows * a.row_stride : 0;
+  const int64_t wides = ceil_div(columns, kWide);
   for (int64_t r = 0; r < rows; r += kTileRows) {
     const int64_t count = std::min<int64_t>(kTileRows, rows - r);
     float* const to = out + r * ld;
@@ -89,36 +90,36 @@ bool prefers_float_gemm() {
 void float_gemm(
     float* out, int64_t ld, Matrix<float> a, Matrix<float> b, int64_t m, int64_t n, int64_t k, bool accumulate) {
   const int threads = at::get_num_threads();
-  const int64_t depth = pieces(k, pieces(k, kDepth)), panels = pieces(n, kTileColumns);
-  const int64_t rows = std::max<int64_t>(1, kBlock / depth / kTileRows) * kTileRows, blocks = pieces(m, rows);
+  const int64_t depth = ceil_div(k, ceil_div(k, kDepth)), panels = ceil_div(n, kTileColumns);
+  const int64_t rows = std::max<int64_t>(1, kBlock / depth / kTileRows) * kTileRows, blocks = ceil_div(m, rows);
   const int64_t panel = kTileColumns * depth, group = std::min(panels, std::max<int64_t>(1, kPacked / panel));
-  // Use enough pieces that no thread waits long for the last one of another.
-  const int64_t run = pieces(group, std::min(group, pieces(kPieces * threads, blocks)));
+  // Panels per piece of work: so few that no thread waits long for the last piece of another thread.
+  const int64_t run = ceil_div(group, std::min(group, ceil_div(kPieces * threads, blocks)));
   Floats packed(group * panel);
 #pragma omp parallel num_threads(threads)
   {
-    Floats row_memory(a.column == 1 ? 0 : rows * depth);
+    Floats row_memory(a.column_stride == 1 ? 0 : rows * depth);
     for (int64_t left = 0; left < panels; left += group) {
-      const int64_t right = std::min(panels, left + group), runs = pieces(right - left, run);
+      const int64_t right = std::min(panels, left + group), runs = ceil_div(right - left, run);
       for (int64_t first = 0; first < k; first += depth) {
         const int64_t size = std::min(depth, k - first);
 #pragma omp for schedule(static)
         for (int64_t p = left; p < right; ++p) {
-          const float* const from = b.data + first * b.row + p * kTileColumns * b.column;
+          const float* const from = b.data + first * b.row_stride + p * kTileColumns * b.column_stride;
           pack_panel(
-              {from, b.row, b.column}, size, std::min(kTileColumns, n - p * kTileColumns),
+              {from, b.row_stride, b.column_stride}, size, std::min(kTileColumns, n - p * kTileColumns),
               packed.data() + (p - left) * panel);
         }
 #pragma omp for schedule(dynamic)
         for (int64_t work = 0; work < blocks * runs; ++work) {
           const int64_t r = work / runs * rows, count = std::min(rows, m - r), begin = left + work % runs * run;
-          const Rows mine =
-              pack_rows({a.data + r * a.row + first * a.column, a.row, a.column}, count, size, row_memory.data());
+          const float* const from = a.data + r * a.row_stride + first * a.column_stride;
+          const Rows block_rows = pack_rows({from, a.row_stride, a.column_stride}, count, size, row_memory.data());
           for (int64_t p = begin; p < std::min(right, begin + run); ++p) {
             const int64_t column = p * kTileColumns;
             multiply_panel(
-                mine, count, packed.data() + (p - left) * panel, std::min(kTileColumns, n - column), size,
-                out + r * ld + column, ld, accumulate || first > 0, p == begin);
+                block_rows, count, packed.data() + (p - left) * panel, std::min(kTileColumns, n - column), size,
+                out + r * ld + column, ld, accumulate || first > 0, /*fresh=*/p == begin);
           }
         }
       }

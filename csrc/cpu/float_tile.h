@@ -14,16 +14,18 @@ namespace brorl {
 constexpr int kTileWides = kHeld / 6 ? kHeld / 6 : 1, kTileRows = kHeld / kTileWides;
 constexpr int64_t kTileColumns = kTileWides * kWide;
 
-// The left operand: element (r, k) at data[r * row + k * column].
+// The left operand: element (r, k) at data[r * row_stride + k * column_stride].
 struct Rows {
   const float* data;
-  int64_t row, column;
+  int64_t row_stride, column_stride;
 
-  Rows from(int64_t r, int64_t k) const { return {data + r * row + k * column, row, column}; }
+  Rows from(int64_t r, int64_t k) const {
+    return {data + r * row_stride + k * column_stride, row_stride, column_stride};
+  }
 };
 
-// out [R, 16 C] (row stride ld) = a [R, k] b [k, 16 C] (row stride ld_b), or out += a b with `accumulate`. If k is
-// contiguous, the elements `ahead` of a are prefetched meanwhile.
+// out [R, 16 C] (row stride ld) = a [R, k] b [k, 16 C] (row stride ld_b), or out += a b with `accumulate`. ahead:
+// distance from the elements of a in use to those to prefetch, if k is contiguous; 0: none.
 template <int R, int C>
 void multiply_tile(
     Rows a, const float* b, int64_t ld_b, int64_t k, float* out, int64_t ld, bool accumulate, int64_t ahead) {
@@ -36,7 +38,7 @@ void multiply_tile(
   for (int64_t begin = 0; begin < k; begin += kWide) {
     if (ahead) {
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) __builtin_prefetch(a.data + r * a.row + begin + ahead);
+      for (int r = 0; r < R; ++r) __builtin_prefetch(a.data + r * a.row_stride + begin + ahead);
     }
     for (int64_t i = begin; i < std::min(k, begin + kWide); ++i) {
       Wide x[C];
@@ -44,7 +46,7 @@ void multiply_tile(
       for (int c = 0; c < C; ++c) x[c] = load_wide(b + i * ld_b + c * kWide);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const float factor = a.data[r * a.row + i * a.column];
+        const float factor = a.data[r * a.row_stride + i * a.column_stride];
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) sum[r][c] += factor * x[c];
       }

@@ -84,12 +84,12 @@ void scale_row(const T* row, const T* w, Sum<T> factor, int64_t width, T* to) {
 }
 
 template <typename T>
-void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, Tensor& inverse) {
+void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, Tensor& inverse_rms) {
   using S = Sum<T>;
   const int64_t width = x.size(1);
   const T *const from = x.const_data_ptr<T>(), *const w = weight.const_data_ptr<T>();
   T* const to = out.mutable_data_ptr<T>();
-  S* const factors = inverse.mutable_data_ptr<S>();
+  S* const factors = inverse_rms.mutable_data_ptr<S>();
   for_rows(x.size(0), [&](int64_t r) {
     const T* const row = from + r * width;
     S square = 0;
@@ -104,33 +104,33 @@ void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, T
 // n = x / rms(x); x_grad = (g w - n mean(g w n)) / rms(x); weight_grad = sum over rows of g n; n w overwrites g [R, H].
 template <typename T>
 void norm_gradient_rows(
-    Tensor& gradient, const Tensor& x, const Tensor& weight,
-    const Tensor& inverse, Tensor& x_grad, Tensor& weight_grad) {
+    Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse_rms, Tensor& x_grad,
+    Tensor& weight_grad) {
   using S = Sum<T>;
   constexpr int64_t kBlock = 256;  // rows whose part of weight_grad one thread sums
   const int64_t rows = x.size(0), width = x.size(1), blocks = (rows + kBlock - 1) / kBlock;
   const T *const from = x.const_data_ptr<T>(), *const w = weight.const_data_ptr<T>();
   T* const g = gradient.mutable_data_ptr<T>();
-  const S* const factors = inverse.const_data_ptr<S>();
+  const S* const factors = inverse_rms.const_data_ptr<S>();
   T *const to = x_grad.mutable_data_ptr<T>(), *const total = weight_grad.mutable_data_ptr<T>();
   std::vector<S> parts(blocks * width);
   for_rows(blocks, [&](int64_t block) {
     S* const part = parts.data() + block * width;
     for (int64_t r = block * kBlock; r < std::min(rows, (block + 1) * kBlock); ++r) {
       const T* const row = from + r * width;
-      T *const up = g + r * width, *const result = to + r * width;
+      T *const upstream = g + r * width, *const result = to + r * width;
       const S factor = factors[r];
       S dot = 0;
 #pragma omp simd reduction(+ : dot)
       for (int64_t i = 0; i < width; ++i) {
-        const S product = S(up[i]) * S(row[i]);
+        const S product = S(upstream[i]) * S(row[i]);
         part[i] += product * factor;
         dot += product * S(w[i]);
       }
       const S shift = dot * factor * factor * factor / S(width);
 #pragma omp simd
-      for (int64_t i = 0; i < width; ++i) result[i] = narrow<T>(S(up[i]) * S(w[i]) * factor - S(row[i]) * shift);
-      scale_row(row, w, factor, width, up);
+      for (int64_t i = 0; i < width; ++i) result[i] = narrow<T>(S(upstream[i]) * S(w[i]) * factor - S(row[i]) * shift);
+      scale_row(row, w, factor, width, upstream);
     }
   });
   for (int64_t block = 1; block < blocks; ++block) {
@@ -208,9 +208,9 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
   check_matrix(x, "x");
   check(weight, "weight", {x.size(1)}, x.scalar_type());
   Tensor out = at::empty(x.sizes(), x.options());
-  Tensor inverse = at::empty({x.size(0)}, x.options().dtype(sum_dtype(x)));
-  for_dtype(x, "x", [&](auto zero) { norm_rows<decltype(zero)>(x, weight, eps, out, inverse); });
-  return {out, inverse};
+  Tensor inverse_rms = at::empty({x.size(0)}, x.options().dtype(sum_dtype(x)));
+  for_dtype(x, "x", [&](auto zero) { norm_rows<decltype(zero)>(x, weight, eps, out, inverse_rms); });
+  return {out, inverse_rms};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_gradient_(

@@ -47,7 +47,7 @@ class RowSampler {
       : vocab_(vocab),
         blocks_((vocab + kBlock - 1) / kBlock),
         settings_(settings),
-        // Bounded, so that 0 times it is 0.
+        // It is finite, so that 0 times it is 0.
         inverse_temperature_(
             settings.temperature > 0 ? float(std::min(1 / settings.temperature, double(kMax))) : 1.0f),
         largest_(blocks_),
@@ -87,10 +87,9 @@ class RowSampler {
   };
 
   int64_t size(int64_t block) const { return std::min(kBlock, vocab_ - block * kBlock); }
-  const float* logits(int64_t block) { return widen(row_ + block * kBlock, size(block), wide_); }
+  const float* logits(int64_t block) { return widen(row_ + block * kBlock, size(block), widened_); }
 
-  // Fill exponentials_[0..size) with exp((logit - largest of the block) / temperature), 0 for excluded tokens; return
-  // their sum.
+  // Fill exponentials_ with exp((logit - largest of the block) / temperature), 0 for excluded tokens; return the sum.
   template <bool kCut>
   float exponentiate(const float* z, int64_t block) {
     const int n = int(size(block));
@@ -118,7 +117,7 @@ class RowSampler {
     sums_[block] = exponentiate<false>(z, block);
   }
 
-  // Set masses_ to sums_ relative to the row's largest logit, and return their total.
+  // Set masses_ to sums_ relative to the row's largest logit, and total_ to their sum.
   void weigh() {
 #pragma omp simd
     for (int64_t b = 0; b < blocks_; ++b) {
@@ -128,8 +127,7 @@ class RowSampler {
     for (const double mass : masses_) total_ += mass;
   }
 
-  // Recompute the sums of the tokens that threshold_ and last_tie_ keep. Most blocks are below the threshold and are
-  // skipped.
+  // Recompute the sums of the tokens that threshold_ and last_tie_ keep. Most blocks are below the threshold.
   void cut() {
     for (int64_t b = 0; b < blocks_; ++b) {
       sums_[b] = largest_[b] < threshold_ ? 0.0f : exponentiate<true>(logits(b), b);
@@ -185,13 +183,12 @@ class RowSampler {
     maxima_.insert(maxima_.end(), lanes, lanes + kLanes);
   }
 
-  // Return a logit's bin in [0, kBins), counted down from the largest logit. It is monotone, so bins never interleave.
+  // Return how many bins a logit is below the largest, not rounded. It is monotone, so bins never interleave.
   float bin_position(float logit, float bins_per_nat) const {
     return (peak_ - logit) * inverse_temperature_ * bins_per_nat;
   }
 
-  // Fill bins_[0..size) and exponentials_, relative to the row's largest logit; tokens below the threshold get the last
-  // bin.
+  // Fill bins_ and exponentials_, relative to the row's largest logit; tokens below the threshold get the last bin.
   void sort_into_bins(const float* z, int n, float bins_per_nat) {
     const float last = kBins - 1, peak = peak_, scale = inverse_temperature_, threshold = threshold_;
 #pragma omp simd
@@ -206,10 +203,10 @@ class RowSampler {
   // Raise the threshold to the last of the most likely tokens whose mass reaches `goal`. Of equal logits the first
   // tokens count first.
   void keep_nucleus(double goal) {
-    // Tokens with less than (1 - top_p) total / vocab each have less than 1 - top_p in total. So the nucleus ends above
-    // them, and the last bin may start there.
+    // Tokens that each have less than (1 - top_p) total_ / vocab_ together have less than (1 - top_p) total_. So the
+    // nucleus ends above them, and the last bin may start there.
     const double range = std::log(double(vocab_) / ((1 - settings_.top_p) * total_));
-    const float bins_per_nat = float((kBins - 1) / std::clamp(range, 1.0, 88.0));
+    const float bins_per_nat = float((kBins - 1) / std::clamp(range, 1.0, 88.0));  // exp(-88) is 0 in fast_exp
     double mass[kBins] = {};
     for (int64_t b = 0; b < blocks_; ++b) {
       if (largest_[b] < threshold_ || bin_position(largest_[b], bins_per_nat) >= kBins - 1) continue;
@@ -239,6 +236,7 @@ class RowSampler {
     }
   }
 
+  // Set candidates_ to the tokens of a bin that are not below the threshold.
   void gather(int bin, float bins_per_nat) {
     candidates_.clear();
     for (int64_t b = 0; b < blocks_; ++b) {
@@ -303,7 +301,7 @@ class RowSampler {
   std::vector<double> masses_;
   std::vector<float> maxima_, above_;
   std::vector<Candidate> candidates_;
-  alignas(64) float wide_[kBlock] = {};
+  alignas(64) float widened_[kBlock] = {};
   alignas(64) float exponentials_[kBlock] = {};
   alignas(64) int32_t bins_[kBlock] = {};
 };

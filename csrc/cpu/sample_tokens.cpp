@@ -63,9 +63,9 @@ void run(
 }
 
 void raise_for_row(const Tensor& logits, int64_t row) {
-  const Tensor wide = logits[row].to(at::kFloat).contiguous();
-  const float* z = wide.const_data_ptr<float>();
-  for (int64_t j = 0; j < wide.size(0); ++j) {
+  const Tensor row_logits = logits[row].to(at::kFloat).contiguous();
+  const float* z = row_logits.const_data_ptr<float>();
+  for (int64_t j = 0; j < row_logits.size(0); ++j) {
     TORCH_CHECK_VALUE(z[j] < std::numeric_limits<float>::infinity(), "logits[", row, ", ", j, "] is ", z[j]);
   }
   TORCH_CHECK_VALUE(false, "logits[", row, "] is -inf throughout: there is no token to draw");
@@ -83,14 +83,14 @@ std::tuple<Tensor, Tensor> sample_tokens(
   const Tensor ids = at::empty({rows}, keys.options()), log_probs = at::empty({rows}, logits.options().dtype(at::kFloat));
   if (!rows) return {ids, log_probs};
   const auto *key = k.const_data_ptr<int64_t>(), *rollout = i.const_data_ptr<int64_t>();
-  const auto* place = p.const_data_ptr<int64_t>();
+  const auto* token = p.const_data_ptr<int64_t>();
   std::vector<double> uniforms(rows);
   for (int64_t r = 0; r < rows; ++r) {
-    const bool fits = key[r] >= 0 && (rollout[r] | place[r]) >> 32 == 0;
+    const bool fits = key[r] >= 0 && (rollout[r] | token[r]) >> 32 == 0;
     TORCH_CHECK_VALUE(
         fits, "row ", r, ": keys must not be negative, and index and position must be in [0, 2^32); got ", key[r], ", ",
-        rollout[r], " and ", place[r]);
-    uniforms[r] = philox_uniform(key[r], rollout[r], place[r]);
+        rollout[r], " and ", token[r]);
+    uniforms[r] = philox_uniform(key[r], rollout[r], token[r]);
   }
   const SampleSettings settings{temperature, top_p, top_k};
   int64_t* const id = ids.mutable_data_ptr<int64_t>();

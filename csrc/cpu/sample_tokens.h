@@ -1,5 +1,4 @@
-// Sampling of the next token from logits with keyed random numbers. megatron_brorl/ops/reference/sampling.py defines
-// the op.
+// Sampling of the next token with keyed random numbers. megatron_brorl/ops/reference/sampling.py defines the op.
 #pragma once
 
 #include <tuple>

@@ -1,6 +1,6 @@
-// A piece of work is one kv head of a few segments that share a prefix. Before, keys (for the gradient also values) are
-// copied to a layout with tokens contiguous, in blocks of kBlock tokens. Every piece has its own sums of the prefix's
-// gradients, which are added in order.
+// A piece of work is one kv head of a few segments that share a prefix. Before all pieces, keys (for the gradient also
+// values) are copied to a layout with tokens contiguous, in blocks of kBlock tokens. Every piece has its own sums of
+// the prefix's gradients, which are added in order.
 #include "cpu/segment_attention.h"
 
 #include <algorithm>
@@ -19,24 +19,24 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kKeys = 8 * kBlock;  // keys per step of the online softmax
-constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr int64_t kStepKeys = 8 * kBlock;  // keys per step of the online softmax
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// State of the online softmax of up to kBlock queries; scores [rows, kKeys] have `width` valid columns.
+// State of the online softmax of up to kBlock queries; scores [rows, kStepKeys] have `width` valid columns.
 struct Softmax {
   float largest[kBlock], sum[kBlock];
-  alignas(64) float scores[kBlock * kKeys];
+  alignas(64) float scores[kBlock * kStepKeys];
 
   // Replace a row's scores by weights; return the factor on the row's earlier weights.
   float add(int64_t r, int64_t width, float scale, bool first) {
-    float* const row = scores + r * kKeys;
-    Wide top = all_wide(kNone);
+    float* const row = scores + r * kStepKeys;
+    Wide top = all_wide(kMinusInfinity);
     for (int64_t c = 0; c < width; c += kWide) {
       const Wide x = scale * load_wide(row + c);
       top = larger(x, top);
       store_wide(row + c, x);
     }
-    const float before = first ? kNone : largest[r], highest = largest_lane(top);
+    const float before = first ? kMinusInfinity : largest[r], highest = largest_lane(top);
     const float now = before > highest ? before : highest;
     Wide total = {};
     for (int64_t c = 0; c < width; c += kWide) {
@@ -52,28 +52,28 @@ struct Softmax {
 
 struct Forward {
   Heads query, value, out;
-  Turned keys;
+  Transposed keys;
   float* log_sums;
   int64_t heads, kv_heads, d;  // heads: of one kv head
   float scale;
 
-  // Queries [q, q + rows) of a segment, of one head of the kv head.
+  // Compute queries [q, q + rows) of a segment for one head of the kv head.
   void attend(const Segment& s, int64_t q, int64_t rows, int64_t kv_head, int64_t head) const {
     Softmax softmax;
     const std::vector<Keys> blocks = keys_of(s, q, rows);
     const Rows queries{query.at(s.begin + q, kv_head) + head * d, query.token, 1};
     float* const result = out.at(s.begin + q, kv_head) + head * d;
-    for (size_t begin = 0; begin < blocks.size(); begin += kKeys / kBlock) {
-      const size_t end = std::min(blocks.size(), begin + kKeys / kBlock);
+    for (size_t begin = 0; begin < blocks.size(); begin += kStepKeys / kBlock) {
+      const size_t end = std::min(blocks.size(), begin + kStepKeys / kBlock);
       int64_t width = 0;
       for (size_t i = begin; i < end; ++i) {
         const Keys& k = blocks[i];
         float* const scores = softmax.scores + width;
         product(
             queries, rows, keys.block(k.begin, k.length, kv_head, k.block), keys.width(k.length, k.block), scores,
-            kKeys, false, [&](int64_t, int64_t) { return Range{0, d}; }, [&](int64_t r) { return k.visible(r); });
+            kStepKeys, false, [&](int64_t, int64_t) { return Range{0, d}; }, [&](int64_t r) { return k.visible(r); });
         for (int64_t r = 0; r < rows; ++r) {
-          std::fill(scores + r * kKeys + k.visible(r), scores + r * kKeys + padded(k.tokens), kNone);
+          std::fill(scores + r * kStepKeys + k.visible(r), scores + r * kStepKeys + padded(k.tokens), kMinusInfinity);
         }
         width += padded(k.tokens);
       }
@@ -85,14 +85,14 @@ struct Forward {
       for (size_t i = begin; i < end; ++i) {
         const Keys& k = blocks[i];
         product(
-            Rows{softmax.scores + width, kKeys, 1}, rows, value.at(k.begin + k.block, kv_head), value.token, result,
+            Rows{softmax.scores + width, kStepKeys, 1}, rows, value.at(k.begin + k.block, kv_head), value.token, result,
             out.token, i > 0, [&](int64_t, int64_t last) { return Range{0, k.visible(last)}; },
             [&](int64_t) { return d; });
         width += padded(k.tokens);
       }
     }
     for (int64_t r = 0; r < rows; ++r) {
-      std::for_each_n(result + r * out.token, d, [share = 1 / softmax.sum[r]](float& x) { x *= share; });
+      std::for_each_n(result + r * out.token, d, [inverse_sum = 1 / softmax.sum[r]](float& x) { x *= inverse_sum; });
       log_sums[((s.begin + q + r) * kv_heads + kv_head) * heads + head] = softmax.largest[r] + std::log(softmax.sum[r]);
     }
   }
@@ -102,7 +102,7 @@ struct Forward {
 // values are P^T gradient, of keys dS^T query, of queries dS key (Dao et al. 2022, appendix B.2).
 struct Backward {
   Heads gradient, query, key, value, out, dquery, dkey, dvalue;
-  Turned keys, values;
+  Transposed keys, values;
   const float* log_sums;
   int64_t heads, kv_heads, d;  // heads: of one kv head
   float scale;
@@ -206,7 +206,7 @@ std::tuple<Tensor, Tensor> segment_attention(const Tensor& qkv, const Tensor& se
   Tensor log_sums = at::empty({qkv.size(0), kv_heads, heads}, qkv.options());
   const Stream stream(segments, kv_heads);
   const Forward forward{
-      heads_of(qkv), heads_of(qkv, heads + 1), heads_of(out), Turned(qkv, heads, stream.segments),
+      heads_of(qkv), heads_of(qkv, heads + 1), heads_of(out), Transposed(qkv, heads, stream.segments),
       log_sums.mutable_data_ptr<float>(), heads, kv_heads, d, float(scale)};
   stream.for_pieces([&](int64_t, const Segment& s, int64_t kv_head) {
     for (int64_t head = 0; head < heads; ++head) {
@@ -230,8 +230,8 @@ Tensor segment_attention_gradient(
   const Stream stream(segments, kv_heads);
   const Backward backward{
       heads_of(gradient), heads_of(qkv), heads_of(qkv, heads), heads_of(qkv, heads + 1), heads_of(out),
-      heads_of(dqkv), heads_of(dqkv, heads), heads_of(dqkv, heads + 1), Turned(qkv, heads, stream.segments),
-      Turned(qkv, heads + 1, stream.segments), log_sums.const_data_ptr<float>(), heads, kv_heads, d, float(scale)};
+      heads_of(dqkv), heads_of(dqkv, heads), heads_of(dqkv, heads + 1), Transposed(qkv, heads, stream.segments),
+      Transposed(qkv, heads + 1, stream.segments), log_sums.const_data_ptr<float>(), heads, kv_heads, d, float(scale)};
   // Gradients of the prefix's keys, then values, per piece: [2, prefix_length, d].
   std::vector<std::vector<float>> prefix_gradients(stream.runs.size() * kv_heads);
   stream.for_pieces([&](int64_t piece, const Segment& s, int64_t kv_head) {

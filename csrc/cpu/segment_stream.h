@@ -1,5 +1,4 @@
-// Partition of a packed stream for segment_attention: pieces of work for threads, blocks of queries and keys, and
-// tiles.
+// Partition of a packed stream for segment_attention: pieces of work, blocks of queries and keys, and tiles.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +31,7 @@ struct Run {
 // A view of some heads of each kv head, with d contiguous.
 struct Heads {
   float* data;
-  int64_t token, kv_head;
+  int64_t token, kv_head;  // strides in elements
 
   float* at(int64_t t, int64_t h) const { return data + t * token + h * kv_head; }
 };
@@ -43,25 +42,25 @@ inline Heads heads_of(const at::Tensor& x, int64_t first = 0) {
 }
 
 // Keys or values with tokens contiguous: blocks [d, kBlock] per segment and kv head; the last block is padded(..) wide.
-struct Turned {
+struct Transposed {
   // Copies head `head` of each kv head of qkv [T, kv_heads, heads + 2, d].
-  Turned(const at::Tensor& qkv, int64_t head, const std::vector<Segment>& segments)
-      : from(heads_of(qkv, head)), d(qkv.size(3)), count(qkv.size(1)), at_token(qkv.size(0)) {
+  Transposed(const at::Tensor& qkv, int64_t head, const std::vector<Segment>& segments)
+      : from(heads_of(qkv, head)), d(qkv.size(3)), kv_heads(qkv.size(1)), at_token(qkv.size(0)) {
     int64_t total = 0;
     for (const Segment& s : segments) {
       at_token[s.begin] = total;
       total += padded(s.length);
     }
-    memory = at::empty({total * d * count}, qkv.options());
+    memory = at::empty({total * d * kv_heads}, qkv.options());
     float* const to = memory.mutable_data_ptr<float>();
 #pragma omp parallel for schedule(dynamic) num_threads(at::get_num_threads())
     for (size_t i = 0; i < segments.size(); ++i) {
       const Segment& s = segments[i];
-      for (int64_t h = 0; h < count; ++h) {
+      for (int64_t h = 0; h < kv_heads; ++h) {
         for (int64_t b = 0; b < s.length; b += kBlock) {
           transpose_floats(
               from.at(s.begin + b, h), from.token, std::min(kBlock, s.length - b), d,
-              to + place(s.begin, s.length, h, b), width(s.length, b));
+              to + offset(s.begin, s.length, h, b), width(s.length, b));
         }
       }
     }
@@ -69,24 +68,24 @@ struct Turned {
 
   // Return the block that starts at token `block` of the segment with the given start and length.
   const float* block(int64_t begin, int64_t length, int64_t kv_head, int64_t block) const {
-    return memory.const_data_ptr<float>() + place(begin, length, kv_head, block);
+    return memory.const_data_ptr<float>() + offset(begin, length, kv_head, block);
   }
   int64_t width(int64_t length, int64_t block) const { return padded(std::min(kBlock, length - block)); }
 
  private:
-  int64_t place(int64_t begin, int64_t length, int64_t kv_head, int64_t block) const {
-    return (at_token[begin] * count + padded(length) * kv_head + block) * d;
+  int64_t offset(int64_t begin, int64_t length, int64_t kv_head, int64_t block) const {
+    return (at_token[begin] * kv_heads + padded(length) * kv_head + block) * d;
   }
 
   Heads from;
-  int64_t d, count;
+  int64_t d, kv_heads;
   std::vector<int64_t> at_token;  // padded tokens before the segment that starts at each token
   at::Tensor memory;
 };
 
 // A block of keys and the queries' view of it.
 struct Keys {
-  int64_t begin, length, block, tokens;  // segment, first key in it, keys
+  int64_t begin, length, block, tokens;  // of the segment; first key in it; number of keys
   int64_t diagonal;                      // query r attends to keys up to diagonal + r; kAll: to all
 
   static constexpr int64_t kAll = int64_t(1) << 40;

@@ -18,14 +18,14 @@ namespace {
 using at::Tensor;
 
 // Starts are offsets into memory, so they are checked one by one. On CUDA this waits for the device.
-Tensor check_starts(const Tensor& starts, const Tensor& first) {
+Tensor check_starts(const Tensor& starts, const Tensor& rewards) {
   TORCH_CHECK_VALUE(starts.dim() == 1 && starts.size(0) > 0, "starts must be [S + 1], got ", starts.sizes());
-  const Tensor result = matching(starts, "starts", starts.sizes(), at::kLong, first);
+  const Tensor result = matching(starts, "starts", starts.sizes(), at::kLong, rewards);
   const Tensor host = result.cpu();
   const int64_t* const start = host.const_data_ptr<int64_t>();
   const int64_t last = host.size(0) - 1;
   TORCH_CHECK_VALUE(
-      start[0] == 0 && start[last] == first.size(0), "starts must go from 0 to the ", first.size(0),
+      start[0] == 0 && start[last] == rewards.size(0), "starts must go from 0 to the ", rewards.size(0),
       " tokens, goes from ", start[0], " to ", start[last]);
   for (int64_t s = 0; s < last; ++s) {
     TORCH_CHECK_VALUE(

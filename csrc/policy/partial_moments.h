@@ -10,8 +10,8 @@ namespace brorl {
 constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
 constexpr int kPerThread = kTokensPerBlock / kThreads;
 
-// Of some tokens: their count, mean and sum of squared deviations of M columns, and sums of N other columns, in this
-// order. Sums of squares instead of deviations would lose the spread of values far from zero.
+// Of some tokens: the count, mean and sum of squared deviations of each of M columns, then sums of N other columns.
+// Sums of squares instead of deviations would lose the spread of values far from zero.
 template <int M, int N>
 struct Partial {
   static constexpr int kWidth = 1 + 2 * M + N;

@@ -134,15 +134,15 @@ BRORL_HOST_DEVICE PpoToken<S> ppo_token(S log_prob, S entropy, PpoInputs<S> in, 
   const S raw = log_prob - in.old;
   const S log_ratio = clamp(raw, -bound, bound);
   const S ratio = std::exp(log_ratio);
-  const Dual<S> moving{ratio, raw < -bound || raw > bound ? S(0) : ratio};  // d r / d log pi = r
-  const Objective<S> surrogate = objective_of(moving, in.advantage, settings);
+  const Dual<S> ratio_with_slope{ratio, raw < -bound || raw > bound ? S(0) : ratio};  // d r / d log pi = r
+  const Objective<S> surrogate = objective_of(ratio_with_slope, in.advantage, settings);
   S objective = surrogate.value.value, slope = surrogate.value.slope;
   if (settings.is_cap != 0) {
     // Compare first: both may be -inf, whose difference is NaN.
-    S weight = in.old == in.rollout ? S(1) : std::exp(clamp(in.old - in.rollout, -bound, bound));
-    weight = weight > settings.is_cap ? settings.is_cap : weight;
-    objective *= weight;
-    slope *= weight;
+    S importance = in.old == in.rollout ? S(1) : std::exp(clamp(in.old - in.rollout, -bound, bound));
+    importance = importance > settings.is_cap ? settings.is_cap : importance;
+    objective *= importance;
+    slope *= importance;
   }
 
   S kl = 0, kl_slope = 0;

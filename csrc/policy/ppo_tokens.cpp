@@ -51,20 +51,21 @@ std::tuple<Tensor, Tensor, Tensor> ppo_tokens(
       "log_probs must be float32 or float64, got ", log_probs.scalar_type());
   TORCH_CHECK_VALUE(log_probs.dim() == 1, "log_probs must be [R], got ", log_probs.sizes());
   TORCH_CHECK_VALUE(kl_coef == 0 || reference, "kl_coef = ", kl_coef, " needs reference_log_probs");
-  const Tensor current = log_probs.contiguous(), h = vector(entropy, "entropy", log_probs);
-  const Tensor before = old ? vector(*old, "old_log_probs", log_probs) : Tensor();
-  const Tensor sampled = vector(rollout, "rollout_log_probs", log_probs);
-  const Tensor anchor = reference ? vector(*reference, "reference_log_probs", log_probs) : Tensor();
+  const Tensor current = log_probs.contiguous(), entropies = vector(entropy, "entropy", log_probs);
+  const Tensor old_log_probs = old ? vector(*old, "old_log_probs", log_probs) : Tensor();
+  const Tensor rollout_log_probs = vector(rollout, "rollout_log_probs", log_probs);
+  const Tensor reference_log_probs = reference ? vector(*reference, "reference_log_probs", log_probs) : Tensor();
   const Tensor advantage = vector(advantages, "advantages", log_probs), weight = vector(weights, "weights", log_probs);
   const int64_t rows = log_probs.size(0);
-  const Tensor slope = at::empty_like(current), entropy_slope = at::empty_like(current);
+  const Tensor log_prob_gradient = at::empty_like(current), entropy_gradient = at::empty_like(current);
   const Tensor columns = at::empty({rows, kTokenColumns}, log_probs.options());
   const auto compute = [&](auto zero) {
     using S = decltype(zero);
     const auto data = [](const Tensor& x) { return x.defined() ? x.const_data_ptr<S>() : nullptr; };
     const PpoTokenPointers<S> pointers{
-        data(current), data(h), data(before), data(anchor), data(sampled), data(advantage), data(weight),
-        slope.mutable_data_ptr<S>(), entropy_slope.mutable_data_ptr<S>(), columns.mutable_data_ptr<S>()};
+        data(current), data(entropies), data(old_log_probs), data(reference_log_probs), data(rollout_log_probs),
+        data(advantage), data(weight),
+        log_prob_gradient.mutable_data_ptr<S>(), entropy_gradient.mutable_data_ptr<S>(), columns.mutable_data_ptr<S>()};
     PpoSettings<S> settings{
         policy_loss_of(policy_loss, constants.size()), {}, S(is_cap), S(kl_coef), S(entropy_coef),
         estimator(kl_estimator)};
@@ -79,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor> ppo_tokens(
     for (int64_t i = 0; i < rows; ++i) ppo_token_at(i, pointers, settings);
   };
   log_probs.scalar_type() == at::kDouble ? compute(double()) : compute(float());
-  return {slope, entropy_slope, columns};
+  return {log_prob_gradient, entropy_gradient, columns};
 }
 
 }  // namespace brorl

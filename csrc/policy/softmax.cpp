@@ -37,7 +37,7 @@ int64_t vector_stride(const Tensor& logits) {
 }
 #endif
 
-Tensor upstream(const Tensor& x, const char* name, const Tensor& logits) {
+Tensor check_upstream(const Tensor& x, const char* name, const Tensor& logits) {
   TORCH_CHECK_VALUE(
       x.dim() == 1 && x.size(0) == logits.size(0) && x.scalar_type() == logits.scalar_type(), name, " must be [",
       logits.size(0), "] ", logits.scalar_type(), ", got ", x.sizes(), " ", x.scalar_type());
@@ -88,15 +88,16 @@ void softmax_gradient_(
       "statistics must be [", rows, ", 4] float64, got ", statistics.sizes(), " ", statistics.scalar_type());
   TORCH_CHECK_TYPE(!narrow || logits.scalar_type() == at::kFloat, "bfloat16 gradients need float32 logits");
   const Tensor targets = ids.contiguous();
-  const Tensor first = upstream(log_prob_gradient, "log_prob_gradient", logits);
-  const Tensor second = entropy_gradient ? upstream(*entropy_gradient, "entropy_gradient", logits) : Tensor();
+  const Tensor upstream_log_prob = check_upstream(log_prob_gradient, "log_prob_gradient", logits);
+  const Tensor upstream_entropy =
+      entropy_gradient ? check_upstream(*entropy_gradient, "entropy_gradient", logits) : Tensor();
   const auto* const target = targets.const_data_ptr<int64_t>();
   const auto* const values = statistics.const_data_ptr<double>();
   with_type(logits, [&](auto zero) {
     using S = decltype(zero);
     S* const data = logits.mutable_data_ptr<S>();
-    const S* const u = first.const_data_ptr<S>();
-    const S* const c = second.defined() ? second.const_data_ptr<S>() : nullptr;
+    const S* const u = upstream_log_prob.const_data_ptr<S>();
+    const S* const c = upstream_entropy.defined() ? upstream_entropy.const_data_ptr<S>() : nullptr;
 #ifdef BRORL_CUDA
     if (on_device(logits)) {
       const c10::DeviceGuard guard(logits.device());

@@ -30,7 +30,7 @@ BRORL_HOST_DEVICE SoftmaxPart<S> merge(SoftmaxPart<S> a, SoftmaxPart<S> b, S inv
 
 // The gradient of one row's logits, for upstream gradients u of the target's log-probability and c of the entropy H:
 //   d log p_t / d z_j = b ([j = t] - p_j),   d H / d z_j = -b p_j (log p_j + H),   log p_j = x_j - log(sum),
-// which is exp(x_j) (constant + slope x_j), plus b u at the target.
+// with x as in SoftmaxPart. So the gradient is exp(x_j) (constant + slope x_j), plus b u at the target t.
 template <typename S>
 struct SoftmaxGradient {
   S constant, slope;

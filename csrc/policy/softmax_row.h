@@ -1,8 +1,7 @@
 // CPU passes over one row of logits: statistics, and the gradient that overwrites it.
 //
 // A pass works block by block, so that it reads a row from memory once. Sums are in the element type within a block and
-// in double over the blocks. So the error does not grow with the vocabulary, and the order never depends on the
-// threads.
+// in double over the blocks. So the error does not grow with the vocabulary. The order never depends on the threads.
 #pragma once
 
 #include <algorithm>

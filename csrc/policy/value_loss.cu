@@ -9,7 +9,7 @@ __global__ void value_loss_kernel(ValuePointers<S> pointers, S clip, int64_t row
   S targets[kPerThread], residuals[kPerThread];
   Partial<2, 2> partial{};
   static_assert(partial.kWidth == kValueSums);
-  unsigned counts = 0;
+  unsigned included = 0;  // bit k: the k-th token exists and its weight is not 0
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     const int64_t i = token_index(k);
@@ -20,12 +20,12 @@ __global__ void value_loss_kernel(ValuePointers<S> pointers, S clip, int64_t row
     gradient[i] = token.gradient;
     targets[k] = target;
     residuals[k] = target - value;
-    partial.x[5] += double(token.loss);
+    partial.x[5] += double(token.loss);  // after the count and two moments of two columns
     partial.x[6] += token.clipped;
-    counts |= unsigned(weight != 0) << k;
+    included |= unsigned(weight != 0) << k;
   }
-  set_moments(partial, 0, targets, counts);
-  set_moments(partial, 1, residuals, counts);
+  set_moments(partial, 0, targets, included);
+  set_moments(partial, 1, residuals, included);
   write_block(partial, table);
 }
 

@@ -20,12 +20,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEVICE = "emulated"
 CSRC = ROOT / "csrc"
-VARIABLE = "BRORL_EMULATED"  # set if tests/gpu runs the kernels without a GPU
-CHUNK_ROWS = 64  # rows of logits per chunk; a hundred rows have two chunks
-WITHOUT_KERNEL = "common/gemm.cu"  # calls cuBLAS
+ENVIRONMENT_VARIABLE = "BRORL_EMULATED"  # set if tests/gpu runs the kernels without a GPU
+CHUNK_ROWS = 64  # rows of logits per chunk; so few that a hundred rows need two chunks
+NOT_EMULATED = "common/gemm.cu"  # calls cuBLAS
 # A fortified longjmp, the default of some compilers, refuses to switch stacks.
 FLAGS = ["-std=c++17", "-fPIC", "-w", "-Wno-psabi", "-U_FORTIFY_SOURCE"]
-CHECKS = ["-fsanitize=thread,bounds", "--param=tsan-instrument-func-entry-exit=0"]  # calls of memory.cpp
+CHECKS = ["-fsanitize=thread,bounds", "--param=tsan-instrument-func-entry-exit=0"]  # loads and stores call memory.cpp
 TORCH_SOURCES = ["device.cpp", "ops.cpp"]  # They include torch's headers and compile faster without -O2.
 
 
@@ -52,10 +52,10 @@ def _compiled(source: Path, folder: Path) -> Path:
 
 
 def built() -> Path:
-    """Return the library of the emulation with the kernels of csrc."""
+    """Compile the emulation with the kernels of csrc, unless it is cached, and return its library."""
     folder = ROOT / "build" / "emulation"
     folder.mkdir(parents=True, exist_ok=True)
-    kernels = [p for p in sorted(CSRC.rglob("*.cu")) if str(p.relative_to(CSRC)) != WITHOUT_KERNEL]
+    kernels = [p for p in sorted(CSRC.rglob("*.cu")) if str(p.relative_to(CSRC)) != NOT_EMULATED]
     with (folder / "lock").open("w") as lock, ThreadPoolExecutor(2) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other test processes may build at the same time
         # Of a function in two objects the linker takes the first, so the instrumented kernels come first.

@@ -1,5 +1,4 @@
-// A torch device with emulated memory. Only csrc's ops run as kernels. All other ops run on the CPU, on copies of the
-// tensors.
+// A torch device with emulated memory. csrc's ops run as kernels, all other ops on the CPU, on copies of the tensors.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>

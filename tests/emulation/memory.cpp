@@ -35,7 +35,7 @@ bool in_arena(const void* p) { return p >= arena && p < arena + kArena; }
 
 Allocation& owner(const void* p) { return allocations[owners[(static_cast<const char*>(p) - arena) / kPage]]; }
 
-void touch(const void* p, size_t bytes, bool store) {
+void check_access(const void* p, size_t bytes, bool store) {
   if (!in_arena(p) || !running()) return;
   const char* const begin = static_cast<const char*>(p);
   const Allocation& tensor = owner(p);
@@ -69,17 +69,17 @@ void release(void* begin) {
 extern "C" {
 
 #define ACCESS(bytes)                                                          \
-  void __tsan_read##bytes(void* p) { emulation::touch(p, bytes, false); }      \
-  void __tsan_write##bytes(void* p) { emulation::touch(p, bytes, true); }      \
-  void __tsan_unaligned_read##bytes(void* p) { emulation::touch(p, bytes, false); } \
-  void __tsan_unaligned_write##bytes(void* p) { emulation::touch(p, bytes, true); }
+  void __tsan_read##bytes(void* p) { emulation::check_access(p, bytes, false); }      \
+  void __tsan_write##bytes(void* p) { emulation::check_access(p, bytes, true); }      \
+  void __tsan_unaligned_read##bytes(void* p) { emulation::check_access(p, bytes, false); } \
+  void __tsan_unaligned_write##bytes(void* p) { emulation::check_access(p, bytes, true); }
 ACCESS(1)
 ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-void __tsan_read_range(void* p, size_t bytes) { emulation::touch(p, bytes, false); }
-void __tsan_write_range(void* p, size_t bytes) { emulation::touch(p, bytes, true); }
+void __tsan_read_range(void* p, size_t bytes) { emulation::check_access(p, bytes, false); }
+void __tsan_write_range(void* p, size_t bytes) { emulation::check_access(p, bytes, true); }
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}

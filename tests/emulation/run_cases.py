@@ -8,7 +8,7 @@ import sys
 import pytest
 from emulation import build
 
-os.environ[build.VARIABLE] = "1"
+os.environ[build.ENVIRONMENT_VARIABLE] = "1"
 os.environ.pop("PYTEST_ADDOPTS", None)
 os.chdir(build.ROOT)
 sys.exit(pytest.main(["-q", "-o", "addopts=--strict-markers", "-p", "no:cacheprovider", *sys.argv[1:]]))

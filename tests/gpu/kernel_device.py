@@ -10,7 +10,7 @@ from emulation import build
 
 from megatron_brorl.ops.fused import native
 
-EMULATED = build.VARIABLE in os.environ
+EMULATED = build.ENVIRONMENT_VARIABLE in os.environ
 DEVICE = build.DEVICE if EMULATED else "cuda"
 if EMULATED:
     build.load()

@@ -9,14 +9,14 @@ from megatron_brorl.models.layers.attention import Segments, attend
 from megatron_brorl.parallel.packing import PackedGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-# PackedGroup(tokens of the shared prompt, ((count, length of a segment), ...)). Prompts are shorter and longer than a
-# piece of 512 queries; there are a group without a shared prompt and segments of one token.
+# PackedGroup(tokens of the shared prompt, ((count, length of a segment), ...)). A kernel computes pieces of 512 queries
+# (gpu_attention.PIECE). SHARED has prompts above and below 512 tokens, a group without one, and segments of one token.
 SHARED = (PackedGroup(700, ((3, 1), (2, 300), (1, 531))), PackedGroup(0, ((2, 90),)), PackedGroup(33, ((40, 20),)))
 PLAIN = (PackedGroup(0, ((1, 1), (5, 64), (1, 1000))),)
 
 
 def results(attention, groups, tensors, dtype):
-    """Return the output and the gradients of query, key and value in float64."""
+    """Compute the output and the gradients of query, key and value in dtype, and convert them to float64."""
     *inputs, grad = (x.to(dtype, copy=True) for x in tensors)
     out = attention(*(x.requires_grad_() for x in inputs), groups)
     out.backward(grad)
@@ -29,10 +29,11 @@ def kernels(query, key, value, groups):
 
 def by_definition(query, key, value, groups):
     """Let each token attend to its segment up to itself, and to the prompt of its group."""
-    first, length, prompt, prompt_length = Segments(groups=groups).table.cuda().T
-    first, prompt, end = (x.repeat_interleave(length) for x in (first, prompt, prompt + prompt_length))  # by token
-    i = torch.arange(len(first), device="cuda")
-    mask = (i <= i[:, None]) & ((i >= first[:, None]) | ((i >= prompt[:, None]) & (i < end[:, None])))
+    table = Segments(groups=groups).table.cuda()  # segments: first token, length, first token and length of the prompt
+    start, _, prompt_start, prompt_length = table.repeat_interleave(table[:, 1], dim=0).T.unsqueeze(2)  # by token
+    i = torch.arange(len(start), device="cuda")
+    in_prompt = (i >= prompt_start) & (i < prompt_start + prompt_length)
+    mask = (i <= i[:, None]) & ((i >= start) | in_prompt)
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = torch.einsum("ihd,jhd->hij", query, key) / query.shape[-1] ** 0.5
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, -torch.inf).softmax(-1), value)

@@ -40,5 +40,5 @@ def log_probs_of(logits, ids):
     """Return log-probabilities [T] of ids under top-p 0.95."""
     p, order = logits.double().softmax(-1).sort(-1, descending=True)
     kept = p.cumsum(-1) - p < 0.95
-    cut = torch.zeros_like(p).scatter_(-1, order, p * kept)
-    return (cut / cut.sum(-1, keepdim=True)).gather(-1, ids[:, None]).squeeze(-1).log()
+    kept_p = torch.zeros_like(p).scatter_(-1, order, p * kept)
+    return (kept_p / kept_p.sum(-1, keepdim=True)).gather(-1, ids[:, None]).squeeze(-1).log()

@@ -35,7 +35,8 @@ def test_uniforms_equal_the_reference_bit_for_bit():
 @pytest.mark.parametrize("name", value_cases.CASES)
 def test_value_loss(name, dtype, tolerance):
     case = value_cases.CASES[name]
-    value_cases.assert_agree(case.call(backend.value_loss, dtype, DEVICE, upstream=-2.5), case, -2.5, tolerance)
+    result = case.call(backend.value_loss, dtype, DEVICE, upstream=-2.5)
+    value_cases.assert_agree(result, case, upstream=-2.5, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ADVANTAGE_TOLERANCE)
@@ -104,11 +105,11 @@ def test_results_are_reproducible_bit_for_bit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dead", [range(100), range(0, 130, 2), range(130)], ids=["first", "every other", "all"])
 def test_masked_tokens_and_tokens_without_advantage(dead, dtype, settings):
-    """The op sorts these tokens to the end. Masked tokens change nothing, even if they are NaN."""
+    """Masked tokens change nothing, even if they are NaN. The op sorts them and those without advantage to the end."""
     case = make(rows=130, width=24, vocab=301, dtype=dtype)
     weights = case.tokens.weights.clone()
     advantages = case.tokens.advantages.clone()
-    weights[list(dead)[::2]] = 0
+    weights[list(dead)[::2]] = 0  # half of them are masked
     advantages[list(dead)[1::2]] = 0
     case = case.change(weights=weights, advantages=advantages)
     expected = case.call(reference.linear_ppo_loss, settings=settings)

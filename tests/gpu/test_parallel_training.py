@@ -59,7 +59,7 @@ def steps(size: int, directory: str, parallel: dict[str, Any], options: dict[str
 
 @pytest.fixture(scope="module")
 def single(directories) -> Any:
-    return functools.cache(lambda family: steps(1, directories[family], {}, {"tokens": 100_000})[0])
+    return functools.cache(lambda family: steps(1, directories[family], {}, {"tokens": 100_000})[0])  # one micro-batch
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -78,13 +78,13 @@ def make(rows: int, width: int, vocab: int, dtype: torch.dtype = torch.float32, 
     hidden = (scale * torch.randn(rows, width, generator=g)).to(dtype).double()
     weight = (torch.randn(vocab, width, generator=g) / width**0.5).to(dtype).double()
     ids = torch.randint(0, vocab, (rows,), generator=g)
-    true, _ = reference.linear_log_probs(hidden, weight, ids, TEMPERATURE)
-    old, rollout, base = ((true + 0.5 * torch.randn(rows, generator=g)).float().double() for _ in range(3))
+    log_probs, _ = reference.linear_log_probs(hidden, weight, ids, TEMPERATURE)
+    old, rollout, ref = ((log_probs + 0.5 * torch.randn(rows, generator=g)).float().double() for _ in range(3))
     lengths = torch.randint(1, 9, (rows,), generator=g)
     sequences = torch.arange(rows).repeat_interleave(lengths)[:rows]
     weights = ((1 + sequences % 3) / (rows / 3 + 1)).float().double() * (torch.rand(rows, generator=g) > 1 / 6)
     advantages = torch.randn(rows, generator=g).double()
-    return Case(hidden, weight, ids, PolicyTokens(rollout, advantages, weights, old, base, sequences))
+    return Case(hidden, weight, ids, PolicyTokens(rollout, advantages, weights, old, ref, sequences))
 
 
 def close(result: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -104,7 +104,7 @@ def assert_agree(returned: Any, expected: Any, tolerance: float) -> None:
         assert close(a, b, tolerance), float((a.cpu().double() - b).norm() / b.norm())
     # Gaps are differences of log-probs, so their error is relative to the larger log-prob.
     absolute = tolerance * max([1e-1, *expected_result.log_probs.abs().tolist()])
-    for key in algo_loss.SUMS[1:]:
+    for key in algo_loss.SUMS[1:]:  # without the loss, which is compared above
         assert result.sums[key] == pytest.approx(expected_result.sums[key], rel=tolerance * 10, abs=absolute), key
     for key in algo_loss.MAXIMA:
         assert result.maxima[key] == pytest.approx(expected_result.maxima[key], rel=tolerance * 10, abs=absolute), key

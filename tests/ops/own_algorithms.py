@@ -29,9 +29,9 @@ BY_HAND = {"clip": clip, "cispo": cispo, "sapo": sapo}  # functions of ratio and
 
 def sequence_log_ratio(log_ratio, mask, sequence):
     """Return the mean log-ratio of each token's response (GSPO, Zheng et al. 2025, eq. 7)."""
-    rows = sequence == sequence.unique()[:, None]
-    sums = (rows * log_ratio * mask).sum(1)
-    return (sums / (rows * mask).sum(1).clamp(min=1))[sequence.unique(return_inverse=True)[1]]
+    members = sequence == sequence.unique()[:, None]  # [sequences, tokens]
+    sums = (members * log_ratio * mask).sum(1)
+    return (sums / (members * mask).sum(1).clamp(min=1))[sequence.unique(return_inverse=True)[1]]
 
 
 def token_loss(formula):

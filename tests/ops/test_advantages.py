@@ -14,14 +14,14 @@ from megatron_brorl.algo.advantages import Moments
 from megatron_brorl.ops.fused import backend as fused
 from megatron_brorl.ops.reference import advantages as reference
 
-LAYERS = [fused, reference]
+IMPLEMENTATIONS = [fused, reference]
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", GAE_CASES)
-def test_gae_equals_the_sum_of_discounted_errors(name, dtype, layer):
-    check_gae(layer.gae, name, dtype)
+def test_gae_equals_the_sum_of_discounted_errors(name, dtype, implementation):
+    check_gae(implementation.gae, name, dtype)
 
 
 def test_gae_segments_are_independent():

@@ -55,7 +55,7 @@ def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
     return error.decode() if error else None
 
 
-def random(rows, columns, by_columns, gap, seed):
+def random_matrix(rows, columns, by_columns, gap, seed):
     """Return [rows, columns] bfloat16 with `gap` unused elements between rows (or columns)."""
     g = torch.Generator().manual_seed(seed)
     long, short = (columns, rows) if by_columns else (rows, columns)
@@ -69,15 +69,15 @@ def random(rows, columns, by_columns, gap, seed):
 @pytest.mark.parametrize("gap", [0, 5])
 def test_every_layout_agrees_with_float64(library, sizes, a_by_columns, b_by_columns, gap):
     m, n, k = sizes
-    a = random(m, k, a_by_columns, gap, seed=1)
-    b = random(k, n, b_by_columns, gap, seed=2)
-    whole = torch.full((m, n + gap), 0.5)
-    out = whole[:, :n]
+    a = random_matrix(m, k, a_by_columns, gap, seed=1)
+    b = random_matrix(k, n, b_by_columns, gap, seed=2)
+    memory = torch.full((m, n + gap), 0.5)
+    out = memory[:, :n]
     expected = a.double() @ b.double()
     for times, accumulate in [(1, False), (2, True), (3, True), (1, False)]:
         assert product(library, out, a, b, accumulate) is None
         torch.testing.assert_close(out.double(), times * expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(whole[:, n:], torch.full((m, gap), 0.5))
+    assert torch.equal(memory[:, n:], torch.full((m, gap), 0.5))
 
 
 def test_uninitialised_output_is_not_read(library):

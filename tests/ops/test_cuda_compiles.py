@@ -19,8 +19,8 @@ from nvcc_flags import ARCHITECTURES, NVCC_FLAGS  # noqa: E402  also used by set
 
 CUDA_HOME = os.environ.get("CUDA_HOME", "/usr/local/cuda")
 NVCC = shutil.which("nvcc", path=f"{CUDA_HOME}/bin:{os.environ['PATH']}")
-HOST = "common/gemm.cu"  # calls cuBLAS and has no kernel; its arithmetic is tested in test_cublas_gemm.py
-SOURCES = sorted(p for p in (str(p.relative_to(ROOT / "csrc")) for p in (ROOT / "csrc").rglob("*.cu")) if p != HOST)
+CUBLAS = "common/gemm.cu"  # calls cuBLAS and has no kernel; its arithmetic is tested in test_cublas_gemm.py
+SOURCES = sorted(p for p in (str(p.relative_to(ROOT / "csrc")) for p in (ROOT / "csrc").rglob("*.cu")) if p != CUBLAS)
 REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -41,7 +41,7 @@ def test_compiles_without_spills(source, tmp_path):
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA toolkit")
 @pytest.mark.skipif(not Path(CUDA_HOME, "include", "cublas_v2.h").is_file(), reason="this CUDA toolkit has no cuBLAS")
 def test_cublas_call_compiles(tmp_path):
-    command = [NVCC, *NVCC_FLAGS, "-c", str(ROOT / "csrc" / HOST), "-o", str(tmp_path / "out.o")]
+    command = [NVCC, *NVCC_FLAGS, "-c", str(ROOT / "csrc" / CUBLAS), "-o", str(tmp_path / "out.o")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

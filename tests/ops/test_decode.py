@@ -51,7 +51,7 @@ def test_add_norm_and_silu_mul(width, dtype, ops):
     assert torch.allclose(result.double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
     without_delta = ops.add_norm(x, None, weight, EPS)  # x is the sum by now
     assert torch.equal(without_delta, result)
-    gate_up = torch.cat((50 * x[:, :1].sign() * x.abs() / x.abs().max(), delta), dim=1)
+    gate_up = torch.cat((50 * x[:, :1].sign() * x.abs() / x.abs().max(), delta), dim=1)  # gates of up to +-50
     gate, up = gate_up.double().chunk(2, dim=1)
     expected = gate / (1 + (-gate).exp()) * up
     assert torch.allclose(ops.silu_mul(gate_up).double(), expected, rtol=2 * TOLERANCE[dtype], atol=1e-5)

@@ -34,7 +34,7 @@ def rotate(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def close(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def assert_close(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Check an error relative to the largest entry, within the dtype's precision."""
     assert result.dtype == dtype
     error = (result.detach().double() - expected.detach()).abs().max()
@@ -49,17 +49,17 @@ def compare(
     dtype: torch.dtype,
 ) -> None:
     """Compare result and gradients of op with those of the formula in float64, from the same rounded inputs."""
-    narrow = [x.to(dtype).requires_grad_() for x in inputs]
-    wide = [x.detach().double().requires_grad_() for x in narrow]
+    rounded = [x.to(dtype).requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in rounded]
     grad_out = upstream.to(dtype)
-    result, expected = op(*narrow), formula(*wide)
-    close(result, expected, dtype)
+    result, expected = op(*rounded), formula(*exact)
+    assert_close(result, expected, dtype)
     for grad, expected_grad in zip(
-        torch.autograd.grad(result, narrow, grad_out),
-        torch.autograd.grad(expected, wide, grad_out.double()),
+        torch.autograd.grad(result, rounded, grad_out),
+        torch.autograd.grad(expected, exact, grad_out.double()),
         strict=True,
     ):
-        close(grad, expected_grad, dtype)
+        assert_close(grad, expected_grad, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,17 +84,17 @@ def test_silu_mul(shape, dtype):
     g = torch.Generator().manual_seed(sum(shape))
     x = (torch.randn(*shape, generator=g) * torch.tensor([0.1, 10.0]).repeat(shape[-1] // 2)).to(dtype)
     grad_out = torch.randn(shape[0], shape[1] // 2, generator=g).to(dtype)
-    wide = x.double().requires_grad_()
-    expected = swiglu(wide)
-    (gradient,) = torch.autograd.grad(expected, wide, grad_out.double())
+    exact_x = x.double().requires_grad_()
+    expected = swiglu(exact_x)
+    (gradient,) = torch.autograd.grad(expected, exact_x, grad_out.double())
     out = torch.ops.brorl.silu_mul(x)
     grad_then_out = grad_out.clone()
     x_then_grad = x.clone()
     torch.ops.brorl.silu_mul_gradient_(grad_then_out, x_then_grad)
     assert torch.equal(grad_then_out, out)
     if x.numel():
-        close(out, expected, dtype)
-        close(x_then_grad, gradient, dtype)
+        assert_close(out, expected, dtype)
+        assert_close(x_then_grad, gradient, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,11 +150,11 @@ def test_adapters_next_to_a_frozen_weight(shape, width, rank, before, dtype):
         "norm": lambda x, a: ops.norm_linear(x, norm_weight, EPS, weight, bias, a),
         "activation": lambda x, a: ops.swiglu_linear(x.clone(), weight, a),
     }[before]
-    rows = {"nothing": lambda x: x, "norm": lambda x: norm(x, norm_weight.double()), "activation": swiglu}[before]
+    prepared = {"nothing": lambda x: x, "norm": lambda x: norm(x, norm_weight.double()), "activation": swiglu}[before]
     shift = 0.0 if before == "activation" else bias.double()
 
     def formula(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return rows(x) @ weight.double().t() + rows(x) @ a.t() @ b.t() + shift
+        return prepared(x) @ weight.double().t() + prepared(x) @ a.t() @ b.t() + shift
 
     compare(lambda x, a, b: ops.add_product(*products(x, a), b), formula, [x, a, b], grad_out, dtype)
 
@@ -172,7 +172,7 @@ def test_products_add_to_the_main_gradient(before, dtype):
         "activation": lambda x, w: ops.swiglu_linear(x.clone(), w)[0],
     }[before]
     # Both sides round the operands to the dtype first.
-    rows = {
+    prepared = {
         "nothing": lambda x: x,
         "norm": lambda x: torch.ops.brorl.rms_norm(x, ones, EPS)[0],
         "activation": torch.ops.brorl.silu_mul,
@@ -186,21 +186,21 @@ def test_products_add_to_the_main_gradient(before, dtype):
         weight.grad_added_to_main_grad = False
         product(x.requires_grad_(), weight).backward(grad_out)
         assert weight.grad_added_to_main_grad
-        expected = expected + grad_out.double().t() @ rows(x.detach()).double()
+        expected = expected + grad_out.double().t() @ prepared(x.detach()).double()
     # Products of bfloat16 are exact in float32, so one tolerance serves both dtypes.
-    close(weight.main_grad, expected, torch.float32)
+    assert_close(weight.main_grad, expected, torch.float32)
 
 
 def test_views_that_are_not_contiguous():
     """For instance, a key is a slice of the projection."""
     x = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(5))
     weight = torch.rand(4)
-    close(ops.rms_norm(x[:, 1, :4], weight, EPS), norm(x[:, 1, :4].double(), weight.double()), torch.float32)
+    assert_close(ops.rms_norm(x[:, 1, :4], weight, EPS), norm(x[:, 1, :4].double(), weight.double()), torch.float32)
     identity = torch.eye(4)
-    close(ops.swiglu_linear(x[:, 1:], identity)[0], swiglu(x[:, 1:].double()), torch.float32)
-    close(ops.swiglu_linear(x.transpose(0, 1), identity)[0], swiglu(x.transpose(0, 1).double()), torch.float32)
+    assert_close(ops.swiglu_linear(x[:, 1:], identity)[0], swiglu(x[:, 1:].double()), torch.float32)
+    assert_close(ops.swiglu_linear(x.transpose(0, 1), identity)[0], swiglu(x.transpose(0, 1).double()), torch.float32)
     normed, _ = ops.norm_linear(x[:, 1, :4], weight, EPS, identity, bias=None)
-    close(normed, norm(x[:, 1, :4].double(), weight.double()), torch.float32)
+    assert_close(normed, norm(x[:, 1, :4].double(), weight.double()), torch.float32)
 
 
 def test_silu_mul_of_extreme_gates():
@@ -220,18 +220,18 @@ def test_rotate(tokens, heads, dim, width, dtype):
     """Queries and keys are rotated; values, and elements beyond the angles, are unchanged."""
     g = torch.Generator().manual_seed(dim)
     angle = torch.rand(tokens, dim // 2, generator=g).double() * 100
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     before = torch.randn(tokens, 2, heads + 2, width, generator=g).to(dtype)
     x = before.clone()
-    cos = angle.cos().to(wide)
-    sin = angle.sin().to(wide)
+    cos = angle.cos().to(angle_dtype)
+    sin = angle.sin().to(angle_dtype)
     torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, inverse=False)
     turned = x[:, :, :-1, :dim]
-    close(turned, rotate(before[:, :, :-1, :dim].flatten(1, 2).double(), angle).view_as(turned), dtype)
+    assert_close(turned, rotate(before[:, :, :-1, :dim].flatten(1, 2).double(), angle).view_as(turned), dtype)
     assert torch.equal(x[:, :, -1], before[:, :, -1])
     assert torch.equal(x[..., dim:], before[..., dim:])
     torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, inverse=True)
-    close(x, before.double(), dtype)
+    assert_close(x, before.double(), dtype)
 
 
 def test_a_second_backward_pass_over_overwritten_inputs_fails():

@@ -23,7 +23,7 @@ def reference(hidden, weight, targets, temperature):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("rows", "hidden", "vocabulary", "scale"), [(7, 5, 11, 1), (130, 16, 33, 3), (1, 3, 2, 1e3)])
 def test_value_and_gradient(group, monkeypatch, dtype, rows, hidden, vocabulary, scale):
-    monkeypatch.setattr(linear, "CHUNK_BYTES", 4 * vocabulary * 50)  # several chunks
+    monkeypatch.setattr(linear, "CHUNK_BYTES", 4 * vocabulary * 50)  # 50 rows of float32 logits per chunk
     g = torch.Generator().manual_seed(rows)
     h = scale * torch.randn(rows, hidden, dtype=torch.float64, generator=g)
     w = torch.randn(vocabulary, hidden, dtype=torch.float64, generator=g)

@@ -262,12 +262,12 @@ def test_only_tokens_without_a_gradient_are_left_out(dead, dtype, entropy_coef, 
     case = case.change(advantages=advantages)
     settings = dataclasses.replace(SETTINGS, entropy_coef=entropy_coef)  # An entropy bonus gives all rows a gradient.
     expected = case.call(reference.linear_ppo_loss, settings=settings)
-    rows = []
+    chunk_rows = []
 
     def count_rows(logits, *arguments):
-        rows.append(len(logits))
+        chunk_rows.append(len(logits))
         softmax_gradient_(logits, *arguments)
 
     monkeypatch.setattr(fused, "softmax_gradient_", count_rows)
     assert_agree(case.call(fused.linear_ppo_loss, dtype, settings), expected, TOLERANCE[dtype])
-    assert sum(rows) == int((expected[1].norm(dim=1) > 0).sum())
+    assert sum(chunk_rows) == int((expected[1].norm(dim=1) > 0).sum())

@@ -53,10 +53,10 @@ def test_samples_equal_the_reference(name):
     torch.testing.assert_close(log_probs[same], expected_log_probs[same], atol=1e-4, rtol=1e-5)
 
 
-SETTINGS = ["plain-1031", "top-p-cold", "top-k", "both", "ties-both", "greedy"]  # names in CASES
+NAMES = ["plain-1031", "top-p-cold", "top-k", "both", "ties-both", "greedy"]  # of some CASES
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_do_not_depend_on_batch_or_threads(name):
     """Results are bit-identical for a single row, in another order, and with any number of threads."""
     case = CASES[name]
@@ -72,15 +72,15 @@ def test_rows_do_not_depend_on_batch_or_threads(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_strided_rows(name, dtype):
     case = CASES[name]
     logits = case.logits.to(dtype)
     rows, vocab = logits.shape
     expected = draw(case, logits=logits)
-    wide = torch.full((2 * rows, vocab + 9), float("nan"), dtype=dtype)
-    wide[::2, 3:-6] = logits
-    for strided in (wide[::2, 3:-6], logits.t().contiguous().t()):
+    padded = torch.full((2 * rows, vocab + 9), float("nan"), dtype=dtype)
+    padded[::2, 3:-6] = logits
+    for strided in (padded[::2, 3:-6], logits.t().contiguous().t()):
         result = draw(case, logits=strided)
         assert torch.equal(result[0], expected[0])
         assert torch.equal(result[1], expected[1])

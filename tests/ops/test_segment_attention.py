@@ -67,20 +67,20 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
     segments = table(STREAMS[stream])
     tokens = int(segments[:, 1].sum())
     qkv, angle = inputs(tokens, kv_heads, heads, dim, seed=tokens)
-    narrow, wide = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
-    up = torch.randn(tokens, kv_heads * heads * dim, generator=torch.Generator().manual_seed(1))
-    result = ops.attend(narrow.clone(), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
-    expected = brute_force(wide, angle, segments, dim**-0.5)
+    in_float32, in_float64 = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
+    upstream = torch.randn(tokens, kv_heads * heads * dim, generator=torch.Generator().manual_seed(1))
+    result = ops.attend(in_float32.clone(), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
+    expected = brute_force(in_float64, angle, segments, dim**-0.5)
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=3e-6)
-    (grad,) = torch.autograd.grad(result, narrow, up)
-    (exact,) = torch.autograd.grad(expected, wide, up.double())
+    (grad,) = torch.autograd.grad(result, in_float32, upstream)
+    (exact,) = torch.autograd.grad(expected, in_float64, upstream.double())
     torch.testing.assert_close(grad.double(), exact, rtol=0, atol=3e-6 * max(1.0, float(exact.abs().max())))
 
 
 @pytest.mark.parametrize("dim", [16, 24])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
-def test_gradient_reaches_the_projection(normed, bias, dim):
+def test_gradient_reaches_the_projection(normed, with_bias, dim):
     """Attention overwrites a view of the result of another op, as in FusedSelfAttention."""
     segments = table([(3, (2, 4))])
     _, angle = inputs(9, kv_heads=2, heads=2, dim=dim, seed=6)
@@ -88,24 +88,24 @@ def test_gradient_reaches_the_projection(normed, bias, dim):
     x = torch.randn(9, 1, 8, generator=g)
     weight = torch.randn(2 * 4 * dim, 8, generator=g) / 3
     norm = torch.rand(8, generator=g) + 0.5
-    offset = torch.randn(2 * 4 * dim, generator=g) if bias else None
-    narrow = [t.clone().requires_grad_() for t in (x, weight, norm)]
-    wide = [t.double().requires_grad_() for t in (x, weight, norm)]
-    up = torch.randn(9, 2 * 2 * dim, generator=g)
+    bias = torch.randn(2 * 4 * dim, generator=g) if with_bias else None
+    in_float32 = [t.clone().requires_grad_() for t in (x, weight, norm)]
+    in_float64 = [t.double().requires_grad_() for t in (x, weight, norm)]
+    upstream = torch.randn(9, 2 * 2 * dim, generator=g)
 
     if normed:
-        projected, _ = ops.norm_linear(narrow[0], narrow[2], 1e-6, narrow[1], offset)
-        rows = torch.nn.functional.rms_norm(wide[0], (8,), wide[2], 1e-6)
+        projected, _ = ops.norm_linear(in_float32[0], in_float32[2], 1e-6, in_float32[1], bias)
+        rows = torch.nn.functional.rms_norm(in_float64[0], (8,), in_float64[2], 1e-6)
     else:
-        projected, _ = ops.linear(narrow[0], narrow[1], offset)
-        rows = wide[0]
+        projected, _ = ops.linear(in_float32[0], in_float32[1], bias)
+        rows = in_float64[0]
     result = ops.attend(projected.view(9, 2, 4, dim), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
-    qkv = torch.nn.functional.linear(rows, wide[1], offset.double() if bias else None).view(9, 2, 4, dim)
+    qkv = torch.nn.functional.linear(rows, in_float64[1], bias.double() if with_bias else None).view(9, 2, 4, dim)
     expected = brute_force(qkv, angle, segments, dim**-0.5)
 
     used = slice(3 if normed else 2)
-    grads = torch.autograd.grad(result, narrow[used], up)
-    expected_grads = torch.autograd.grad(expected, wide[used], up.double())
+    grads = torch.autograd.grad(result, in_float32[used], upstream)
+    expected_grads = torch.autograd.grad(expected, in_float64[used], upstream.double())
     for a, b in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))
 
@@ -119,7 +119,7 @@ def test_large_scores():
     expected = brute_force(qkv.double(), angle.double(), segments, scale=1.0)
     result = ops.attend(qkv, angle.cos(), angle.sin(), segments, scale=1.0)
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-2)  # scores of 1e5 are rounded to 1e-2
-    assert result[0].equal(qkv[0, 0, 2])
+    assert result[0].equal(qkv[0, 0, 2])  # token 0 sees only its own value
 
 
 def test_backward_of_an_overwritten_input_fails():
@@ -134,11 +134,11 @@ def test_backward_of_an_overwritten_input_fails():
 def test_results_do_not_depend_on_threads():
     segments = table(STREAMS["groups of all kinds"])
     qkv, _ = inputs(int(segments[:, 1].sum()), kv_heads=2, heads=2, dim=32, seed=3)
-    up = qkv[:, :, :2].contiguous()
+    upstream = qkv[:, :, :2].contiguous()
 
     def results():
         out, sums = OPS.segment_attention(qkv, segments, scale=0.2)
-        return out, sums, OPS.segment_attention_gradient(up, qkv, out, sums, segments, scale=0.2)
+        return out, sums, OPS.segment_attention_gradient(upstream, qkv, out, sums, segments, scale=0.2)
 
     first, *others = with_threads(results)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

@@ -11,7 +11,6 @@ from megatron_brorl.ops.fused.softmax import Shard
 
 OPS = torch.ops.brorl
 
-
 SIZES = [  # m, n, k of products [m, k] @ [k, n]
     (5, 7, 3),
     (1, 1, 1),

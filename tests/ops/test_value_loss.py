@@ -22,12 +22,12 @@ TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 def test_agrees_with_a_loop_over_floats(name, dtype, op):
     result = CASES[name].call(op, dtype, upstream=-2.5)
     assert result[0].loss.dtype == result[1].dtype == dtype
-    assert_agree(result, CASES[name], -2.5, TOLERANCE[dtype])
+    assert_agree(result, CASES[name], upstream=-2.5, tolerance=TOLERANCE[dtype])
 
 
 def test_gradient_at_the_clip_bound_and_at_ties():
-    # At the clip bound (0.5) and inside (0.25), the gradient is v - R. The third value is 2, which is clipped to 0, and
-    # both are equally far from the return, 1.
+    # The gradient is v - R: at the clip bound (0.5), inside of it (0.25), and for the third value, 2, because 2 and its
+    # clipped value, 0, are equally far from the return, 1.
     case = Case(
         values=torch.tensor([0.5, 0.25, 2.0], dtype=torch.float64),
         old_values=torch.tensor([0.0, 0.0, -0.5], dtype=torch.float64),

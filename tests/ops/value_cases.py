@@ -52,9 +52,9 @@ def by_hand(case: Case) -> Expected:
         if weight == 0:
             gradient.append(0.0)
             continue
-        near = v if math.isinf(case.clip) else min(max(v, old - case.clip), old + case.clip)  # the clipped value
-        is_clipped = (near - target) ** 2 > (v - target) ** 2
-        losses.append(weight * 0.5 * max((v - target) ** 2, (near - target) ** 2))
+        clipped_v = v if math.isinf(case.clip) else min(max(v, old - case.clip), old + case.clip)
+        is_clipped = (clipped_v - target) ** 2 > (v - target) ** 2
+        losses.append(weight * 0.5 * max((v - target) ** 2, (clipped_v - target) ** 2))
         gradient.append(0.0 if is_clipped else weight * (v - target))
         clipped += is_clipped
         returns.append(target)
@@ -72,10 +72,10 @@ def by_hand(case: Case) -> Expected:
 def make(rows: int, clip: float = 0.2, masked: float = 0.3, offset: float = 0.0, seed: int = 0) -> Case:
     """Return a case with a third of the values out of range and NaN or infinity at masked tokens."""
     g = torch.Generator().manual_seed(1000 * seed + rows)
-    old, noise, far = torch.randn(3, rows, generator=g)
+    old, noise, residual = torch.randn(3, rows, generator=g)
     old = old + offset
     values = old + 0.25 * noise
-    returns = values + far
+    returns = values + residual
     weights = (torch.rand(rows, generator=g) + 0.5) / max(rows, 1)
     is_masked = torch.rand(rows, generator=g) < masked
     weights[is_masked] = 0

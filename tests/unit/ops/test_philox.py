@@ -27,8 +27,8 @@ def test_streams_are_distinct_and_uniform():
     assert len({tuple(row) for row in draws.tolist()}) == 10_000
     assert len(set(draws.flatten().tolist())) == 80_000
     counts = torch.histc(draws.float(), bins=20, min=0, max=1)
-    assert ((counts - 4000).square() / 4000).sum() < 43.8  # 99.9% quantile of chi-square with 19 degrees
-    # First positions of neighbouring streams, positions of a stream, and prompts, within four to five standard errors.
+    assert ((counts - 4000).square() / 4000).sum() < 43.8  # 99.9% quantile of chi-square, 19 degrees of freedom
+    # Correlations of neighbouring streams, of positions and of prompts are within four to five standard errors of 0.
     assert abs(np.corrcoef(draws[:-1, 0], draws[1:, 0])[0, 1]) < 0.04
     assert abs(np.corrcoef(draws[:, 0], draws[:, 1])[0, 1]) < 0.04
     assert np.abs(np.corrcoef(draws[:, 0].view(20, 500)) - np.eye(20)).max() < 4.5 / 500**0.5
