@@ -32,7 +32,8 @@ from measure import peak_mib, timed
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.checkpoints.safetensors_files import INDEX
 
-# Functions of fresh processes import Megatron themselves: every process imports this file, and peak counts all imports.
+# Megatron is imported only where it is needed: every child process imports this file, and its peak MiB counts imports.
+
 MIB = 1 << 20
 SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 1}
 MODELS = {

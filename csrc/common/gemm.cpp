@@ -31,9 +31,9 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
           out.size(1) == b.size(1),
       "gemm_: cannot write ", a.sizes(), " times ", b.sizes(), " to ", out.sizes());
   const bool is_bfloat16 = a.scalar_type() == at::kBFloat16;
-  const auto expected = is_bfloat16 ? at::kFloat : a.scalar_type();
+  const auto out_type = is_bfloat16 ? at::kFloat : a.scalar_type();
   TORCH_CHECK_TYPE(
-      b.scalar_type() == a.scalar_type() && out.scalar_type() == expected, "gemm_: cannot multiply ", a.scalar_type(),
+      b.scalar_type() == a.scalar_type() && out.scalar_type() == out_type, "gemm_: cannot multiply ", a.scalar_type(),
       " by ", b.scalar_type(), " to ", out.scalar_type());
   TORCH_CHECK_VALUE(
       stride(out, 1) == 1 && has_unit_stride(a) && has_unit_stride(b),

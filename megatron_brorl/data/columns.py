@@ -38,13 +38,13 @@ def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tupl
     for key in keys:
         name = getattr(columns, key, "")  # identifiers, verifiers and metadata cannot be renamed
         value = _find(raw, name or key)
-        # A named column must be in every row, although it may be null. Unnamed columns may be missing.
+        # A column that data.columns names must be in every row, although it may be null. Others may be missing.
         if name and value is _MISSING:
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
-        # An unnamed column may have the name of a key and another meaning. Answer and target must be text or numbers.
-        # "task" is no key of this project's rows, which have metadata.task instead.
-        has_other_meaning = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
-        is_read = value is not _MISSING and (name != "" or not has_other_meaning)
+        # A column that data.columns does not name can match a key by chance. It is not read as answer or target if it
+        # holds no text or number, and never as "task", because this project's rows have metadata.task instead.
+        is_chance_match = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
+        is_read = value is not _MISSING and (name != "" or not is_chance_match)
         row[key] = value if is_read else None
         if is_read and key != "task":
             others.pop(name or key, None)

@@ -131,10 +131,10 @@ def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
         count = draws.sum_by_position(pair_count)[draws.pair_position]  # of this half at the pair's position, [K]
         q = draws.sum_by_position(pair_reward)[draws.pair_position] / count
         covariances.append((pair_reward - pair_count * q) / (count - 1))
-        # The surrogate does not move tokens that this half did not draw.
-        weight = torch.where(pair_count > 0, pair_reward / pair_count.clamp(min=1) - q, 0.0)
-        s_r = draws.sum_by_position(weight * p)[draws.pair_position]
-        steps.append(torch.where(pair_count > 0, p * (weight - s_r), 0.0))
+        # Tokens that this half did not draw have R_j = 0, and their steps are not part of the sum.
+        r_j = torch.where(pair_count > 0, pair_reward / pair_count.clamp(min=1) - q, 0.0)
+        s_r = draws.sum_by_position(r_j * p)[draws.pair_position]
+        steps.append(torch.where(pair_count > 0, p * (r_j - s_r), 0.0))
     return draws.sum_by_position(covariances[0] * steps[1] + covariances[1] * steps[0]) / 2
 
 

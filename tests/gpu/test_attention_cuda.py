@@ -29,11 +29,11 @@ def kernels(query, key, value, groups):
 
 def by_definition(query, key, value, groups):
     """Let each token attend to its segment up to itself, and to the prompt of its group."""
-    table = Segments(groups=groups).table.cuda()  # segments: first token, length, first token and length of the prompt
-    start, _, prompt_start, prompt_length = table.repeat_interleave(table[:, 1], dim=0).T.unsqueeze(2)  # by token
-    i = torch.arange(len(start), device="cuda")
-    in_prompt = (i >= prompt_start) & (i < prompt_start + prompt_length)
-    mask = (i <= i[:, None]) & ((i >= start) | in_prompt)
+    table = Segments(groups=groups).table.cuda()  # start and length of each segment and of its prompt
+    start, _, prompt_start, prompt_length = table.repeat_interleave(table[:, 1], dim=0).T.unsqueeze(2)  # [queries, 1]
+    j = torch.arange(len(start), device="cuda")  # keys
+    in_prompt = (j >= prompt_start) & (j < prompt_start + prompt_length)
+    mask = (j <= j[:, None]) & ((j >= start) | in_prompt)
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = torch.einsum("ihd,jhd->hij", query, key) / query.shape[-1] ** 0.5
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, -torch.inf).softmax(-1), value)

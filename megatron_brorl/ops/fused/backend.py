@@ -79,7 +79,7 @@ class _ValueLoss(torch.autograd.Function):
 
 
 class FusedBackend:
-    """The ops of csrc/. For decoding and sampling csrc has only CPU kernels, so a GPU uses those of torch."""
+    """The ops of csrc/. csrc has decoding and sampling for CPUs only, so a GPU uses torch's kernels for them."""
 
     linear_log_probs = staticmethod(linear.linear_log_probs)
     linear_ppo_loss = staticmethod(linear.linear_ppo_loss)

@@ -53,7 +53,7 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Sample as ops.reference.sampling.sample_tokens, but without copying or sorting the logits.
 
-    logits [B, V] are float32 or bfloat16, and rows may be strided; keys [B] are of random numbers (philox.uniforms). A
+    logits [B, V] are float32 or bfloat16, and rows may be strided; keys [B] are those of philox.uniforms. A
     row depends neither on other rows nor on the number of threads. An id can differ from the reference's if the uniform
     is within float32 rounding of a step of the CDF. -inf masks a token. Raises ValueError for a row with NaN or +inf or
     with nothing above -inf, and for a wrong shape, value or device; TypeError for a wrong dtype.

@@ -90,7 +90,7 @@ def errorbar_of(figure: Figure) -> tuple[list[float], list[float], list[list[flo
 def test_accuracy_comes_from_evaluations_and_summary() -> None:
     rows = make_rows(6)
     rows[2].update(pass_at_1=0.4, pass_at_1_low=0.35, pass_at_1_high=0.5, pass_at_4=0.6, pass_at_8=0.82)
-    rows[5].update(pass_at_1=0.6, pass_at_1_low=0.55, pass_at_1_high=0.65)  # the summary replaces it
+    rows[5].update(pass_at_1=0.6, pass_at_1_low=0.55, pass_at_1_high=0.65)  # The summary replaces this evaluation.
     figure = draw(rows, SUMMARY)
     x, y, intervals = errorbar_of(figure)
     assert (x, y) == ([0, 3, 6], [0.153, 0.4, 0.637])

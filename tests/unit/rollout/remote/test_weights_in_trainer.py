@@ -143,7 +143,7 @@ def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     results, _ = write_on_all_ranks(tmp_path / "weights", streams)
     assert all(isinstance(result, UserError) for result in results)
     assert all("engine.shared_memory: " in str(result) and "has no room for 0 MiB" in str(result) for result in results)
-    # Each rank read its stream to the end in spite of the failure, because ranks of other nodes take part in it.
+    # Each rank read its stream to the end in spite of the failure, because other nodes take part in the stream.
     assert all(list(stream) == [] for stream in streams)
     assert list(tmp_path.iterdir()) == []
 
