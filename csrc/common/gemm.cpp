@@ -53,7 +53,7 @@ void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accum
   }
 #endif
   if (is_bfloat16) {
-    TORCH_CHECK(has_bfloat16_kernel(), "gemm_: neither this processor nor this torch multiplies bfloat16 to float32");
+    TORCH_CHECK(has_bfloat16_kernel(), "gemm_: this processor or this torch cannot multiply bfloat16 to float32");
     bfloat16_gemm(
         out.mutable_data_ptr<float>(), out.stride(0), operand<uint16_t>(a), operand<uint16_t>(b), out.size(0),
         out.size(1), a.size(1), accumulate);

@@ -27,7 +27,7 @@ _ANSWERS += ("reward_model.ground_truth", "label")
 def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a row with this project's keys and "task", and the other columns.
 
-    The other columns include that of the task, and a column of which a key reads only a part ("a.b"). If data.columns
+    The others include the column of the task, and a column that a key reads only in part ("a.b"). If data.columns
     names no column, the row keeps all of its keys, and there are no other columns. Finite numbers as answer, target,
     id or task become text. Raises UserError if a named column or a match of answer_regex is missing.
     """
@@ -43,8 +43,8 @@ def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tupl
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
         # A column that data.columns does not name can match a key by chance. It is not read as answer or target if it
         # holds no text or number, and never as "task", because this project's rows have metadata.task instead.
-        is_chance_match = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
-        is_read = value is not _MISSING and (name != "" or not is_chance_match)
+        needs_name = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
+        is_read = value is not _MISSING and (name != "" or not needs_name)
         row[key] = value if is_read else None
         if is_read and key != "task":
             others.pop(name or key, None)

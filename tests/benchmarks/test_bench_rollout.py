@@ -30,7 +30,7 @@ def test_rows(monkeypatch, tmp_path):
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
         assert row["fma_peak_share"] == pytest.approx(2 * T4_MATRICES * row["tokens_per_s"] / peak)
         assert row["peak_mib"] > 4 * T4_MATRICES / 2**20  # at least the weights in float32
-    # Of engine brorl: tokens x layers x (keys and values) x (heads x size) x bytes.
+    # Of engine brorl: prompt tokens x layers x (keys and values) x (heads x size) x bytes.
     assert rows[0]["prompt_kv_bytes"] == 16 * 4 * 2 * (2 * 64) * 4
     assert rows[0]["prompt_kv_copies"] == 1
 

@@ -33,7 +33,8 @@ def by_definition(query, key, value, groups):
     start, _, prompt_start, prompt_length = table.repeat_interleave(table[:, 1], dim=0).T.unsqueeze(2)  # [queries, 1]
     j = torch.arange(len(start), device="cuda")  # keys
     in_prompt = (j >= prompt_start) & (j < prompt_start + prompt_length)
-    mask = (j <= j[:, None]) & ((j >= start) | in_prompt)
+    i = j[:, None]  # queries
+    mask = (j <= i) & ((j >= start) | in_prompt)
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = torch.einsum("ihd,jhd->hij", query, key) / query.shape[-1] ** 0.5
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, -torch.inf).softmax(-1), value)

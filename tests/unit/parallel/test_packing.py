@@ -40,8 +40,8 @@ def test_streams_contain_every_row_and_shared_prompts_once(max_tokens, multiple,
         assert sum(g.prefix + sum(count * n for count, n in g.segments) for g in batch.groups) == len(batch.input_ids)
         for i, predict in batch.split(batch.predict):
             row = torch.cat((prompts[i], responses[i]))[:-1]
-            # A prompt ends where the first token of a response is predicted.
-            indices = [*range(int(predict[0]) - len(prompts[i]) + 1, int(predict[0])), *predict.tolist()]
+            last = int(predict[0])  # the last token of the prompt, which predicts the first of the response
+            indices = [*range(last - len(prompts[i]) + 1, last), *predict.tolist()]
             assert batch.input_ids[indices].tolist() == row.tolist()
             assert batch.position_ids[indices].tolist() == list(range(len(row)))
         assert [t.tolist() for _, t in batch.split(batch.targets)] == [responses[i].tolist() for i in batch.rows]

@@ -77,7 +77,7 @@ def make_run(
 
 
 def rollout(group: int, prompt: str, sibling: int, answer: str | None, right: bool, **changes: Any) -> dict[str, Any]:
-    """Return a row of schema.ROLLOUTS. changes: columns that differ."""
+    """Return a row of rollout_log.ROLLOUTS. changes: columns that differ."""
     return {
         "group": group,
         "prompt_id": prompt,
@@ -103,7 +103,7 @@ def rollout(group: int, prompt: str, sibling: int, answer: str | None, right: bo
 
 
 def group(number: int, rollouts: list[dict[str, Any]], recorded: int, **changes: Any) -> dict[str, Any]:
-    """Return a row of schema.GROUPS. recorded: number of recorded rollouts. changes: columns that differ."""
+    """Return a row of rollout_log.GROUPS. recorded: number of recorded rollouts. changes: columns that differ."""
     right = sum(r["right"] for r in rollouts)
     n = len(rollouts)
     prompt = rollouts[0]["prompt_id"]

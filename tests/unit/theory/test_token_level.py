@@ -44,7 +44,7 @@ def test_the_changes_are_unbiased(n, rates):
     gradient = (n - 1) / n * float(np.square(P * (f - q)).sum())
     assert float(chance @ result.policy_gradient.numpy()) == pytest.approx(gradient, rel=1e-12, abs=1e-15)
 
-    # The surrogate's step by half of the siblings changes Q by (1/n) sum_j p_j^2 (f_j - Q) (R_j - S_R).
+    # A step of the surrogate on half of the siblings changes Q by (1/n) sum_j p_j^2 (f_j - Q) (R_j - S_R).
     expected = 0.0
     for x, r, probability in zip(token, reward, chance, strict=True):
         for half in (slice(0, None, 2), slice(1, None, 2)):
