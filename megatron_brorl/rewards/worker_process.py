@@ -77,7 +77,7 @@ class WorkerProcess:
             yield self._receive(seconds, during_call=True)
 
     def stop(self) -> None:
-        """Kill the process from another thread, in which `run` then raises WorkerLostError."""
+        """Kill the process; any thread may call this. `run` then raises WorkerLostError in its own thread."""
         self._process.kill()
 
     def close(self) -> None:

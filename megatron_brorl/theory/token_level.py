@@ -115,7 +115,7 @@ class _Draws:
 
 
 def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
-    """Return n dQ = sum_j p_j (f_j - Q) p_j (R_j - S_R) over tokens j that half of the n siblings drew, [S].
+    """Return n dQ = sum_j p_j (f_j - Q) p_j (R_j - S_R) over the tokens j that one half of the siblings drew, [S].
 
     p [K]: the probability of each pair. The symbols are those of token_level. The steps p_j (R_j - S_R) come from one
     half of the siblings. The covariances of token and reward in the other half estimate p_j (f_j - Q) without bias.
@@ -128,7 +128,7 @@ def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
         in_half = (half == h).double()
         pair_count = draws.sum_by_pair(in_half)  # draws of this half, [K]
         pair_reward = draws.sum_by_pair(in_half * draws.reward)
-        count = draws.sum_by_position(pair_count)[draws.pair_position]  # of this half at the pair's position, [K]
+        count = draws.sum_by_position(pair_count)[draws.pair_position]  # draws of this half at the pair's position, [K]
         q = draws.sum_by_position(pair_reward)[draws.pair_position] / count
         covariances.append((pair_reward - pair_count * q) / (count - 1))
         # Tokens that this half did not draw have R_j = 0, and their steps are not part of the sum.

@@ -41,21 +41,21 @@ def test_the_changes_are_unbiased(n, rates):
     token, reward, chance = every_outcome(n, f)
     result = level_per_outcome(token, reward)
     q = float(P @ f)
-    gradient = (n - 1) / n * float(np.square(P * (f - q)).sum())
-    assert float(chance @ result.policy_gradient.numpy()) == pytest.approx(gradient, rel=1e-12, abs=1e-15)
+    policy_change = (n - 1) / n * float(np.square(P * (f - q)).sum())  # (n - 1) / n: the mean includes the draw
+    assert float(chance @ result.policy_gradient.numpy()) == pytest.approx(policy_change, rel=1e-12, abs=1e-15)
 
     # A step of the surrogate on half of the siblings changes Q by (1/n) sum_j p_j^2 (f_j - Q) (R_j - S_R).
     expected = 0.0
     for x, r, probability in zip(token, reward, chance, strict=True):
         for half in (slice(0, None, 2), slice(1, None, 2)):
             mean = r[half].mean()
-            weights = {j: r[half][x[half] == j].mean() - mean for j in set(x[half].tolist())}  # R_j by token j
-            s_r = sum(P[j] * r_j for j, r_j in weights.items())
-            change = sum(P[j] ** 2 * (f[j] - q) * (r_j - s_r) for j, r_j in weights.items()) / n
+            r_by_token = {j: r[half][x[half] == j].mean() - mean for j in set(x[half].tolist())}
+            s_r = sum(P[j] * r_j for j, r_j in r_by_token.items())
+            change = sum(P[j] ** 2 * (f[j] - q) * (r_j - s_r) for j, r_j in r_by_token.items()) / n
             expected += probability * change / 2
     assert float(chance @ result.sampled.numpy()) == pytest.approx(expected, rel=1e-12, abs=1e-15)
     all_equal = len(set(rates)) == 1
-    assert (gradient == 0) == all_equal
+    assert (policy_change == 0) == all_equal
     assert (expected == pytest.approx(0, abs=1e-15)) == all_equal
     assert result.policy_gradient.min() < 0  # An unbiased estimate of 0 has both signs.
 
