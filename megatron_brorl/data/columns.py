@@ -41,8 +41,8 @@ def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tupl
         # A column that data.columns names must be in every row, although it may be null. Others may be missing.
         if name and value is _MISSING:
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
-        # A column that data.columns does not name can match a key by chance. So "task" is not read then (rows of this
-        # project have metadata.task), nor an answer or target that is a boolean, list or object.
+        # A column that data.columns does not name can match a key by chance. So "task" is read only by name (rows of
+        # this project use metadata.task instead), and so is an answer or target that is a boolean, list or object.
         needs_name = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
         is_read = value is not _MISSING and (name != "" or not needs_name)
         row[key] = value if is_read else None

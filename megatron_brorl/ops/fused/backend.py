@@ -50,7 +50,7 @@ def whiten(values: Tensor, batch: Moments) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:
-    """Return what ops.reference.advantages.value_loss returns, differentiable once and in values only.
+    """Return what ops.reference.advantages.value_loss returns, differentiable once, and only by `values`.
 
     All tensors are [R].
     """

@@ -35,8 +35,8 @@ class FusedDecode(DecodeOps):
         native.check_devices("decode_attention_", qkv, keys, values, batch.cos, batch.sin, *pages)
         _, kv_heads, dim, _ = keys.shape
         out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * dim)
-        q, k, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
-        torch.ops.brorl.decode_attention_(qkv, q, k, eps, batch.cos, batch.sin, keys, values, *pages, scale, out)
+        head_norms = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
+        torch.ops.brorl.decode_attention_(qkv, *head_norms, batch.cos, batch.sin, keys, values, *pages, scale, out)
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -107,7 +107,7 @@ def pickled(one: Path, sharded: Path) -> Path:
     return one
 
 
-def an_index_of_another_folder(one: Path, sharded: Path) -> Path:
+def an_index_entry_outside_the_folder(one: Path, sharded: Path) -> Path:
     reindex(sharded, {"model.norm.weight": "../one/model.safetensors"})
     return sharded
 
@@ -118,7 +118,7 @@ def an_index_of_another_folder(one: Path, sharded: Path) -> Path:
         (a_tensor_in_two_shards, r"model\.norm\.weight is stored in both model-0000"),
         (a_shard_is_gone, r"missing, but named in model\.safetensors\.index\.json"),
         (pickled, "save_pretrained"),
-        (an_index_of_another_folder, r"model\.norm\.weight"),
+        (an_index_entry_outside_the_folder, r"model\.norm\.weight"),
     ],
 )
 def test_an_invalid_directory_is_reported(models: Path, tmp_path: Path, arrange: Any, message: str) -> None:

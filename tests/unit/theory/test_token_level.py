@@ -41,7 +41,7 @@ def test_the_changes_are_unbiased(n, rates):
     token, reward, chance = every_outcome(n, f)
     result = level_per_outcome(token, reward)
     q = float(P @ f)
-    policy_change = (n - 1) / n * float(np.square(P * (f - q)).sum())  # (n - 1) / n: the mean includes the draw
+    policy_change = (n - 1) / n * float(np.square(P * (f - q)).sum())  # the baseline includes the draw: (n - 1) / n
     assert float(chance @ result.policy_gradient.numpy()) == pytest.approx(policy_change, rel=1e-12, abs=1e-15)
 
     # A step of the surrogate on half of the siblings changes Q by (1/n) sum_j p_j^2 (f_j - Q) (R_j - S_R).
