@@ -48,20 +48,18 @@ def test_copies_stray_files_and_links_are_neither_loaded_nor_deleted(save, tmp_p
 
 
 def test_repair_completes_a_killed_save(save, tmp_path):
-    """The save was killed before it wrote `latest`: the new folder is complete, and the old one still exists."""
+    """The new folder is complete, and the old one exists. The save was killed before or after it wrote `latest`."""
     save(1)
-    save(2)
-    (tmp_path / "latest").write_text("step_00000001\n")
-    for name in (".latest.writing", ".best.writing", ".mine.writing"):
-        (tmp_path / name).write_text("step_0")
-    folders.repair(tmp_path, step=2, keep=1)
-    assert names(tmp_path) == [".mine.writing", "latest", "step_00000002"]
-    assert (tmp_path / "latest").read_text() == "step_00000002\n"
-
-    # This save was killed after it wrote `latest`, and before it deleted the old folder.
-    save(3)
-    folders.repair(tmp_path, step=3, keep=1)
-    assert names(tmp_path) == [".mine.writing", "latest", "step_00000003"]
+    for step, latest in ((2, None), (3, 2), (4, 4)):
+        save(step)
+        (tmp_path / "latest").unlink()  # None: killed in the first save of the run
+        if latest is not None:
+            (tmp_path / "latest").write_text(f"step_{latest:08d}\n")
+        for name in (".latest.writing", ".best.writing", ".mine.writing"):
+            (tmp_path / name).write_text("step_0")
+        folders.repair(tmp_path, step, keep=1)
+        assert names(tmp_path) == [".mine.writing", "latest", f"step_{step:08d}"]
+        assert (tmp_path / "latest").read_text() == f"step_{step:08d}\n"
 
 
 def test_a_pointer_to_no_checkpoint_protects_none_from_rotation(save, tmp_path):

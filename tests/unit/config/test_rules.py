@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,14 +12,13 @@ from megatron_brorl.config.load import load_table
 from megatron_brorl.config.rules import check_model, parse_benchmark
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.remote.remote_engine import connect_engine
-from megatron_brorl.train.sampling_params import training_sampling_params
+from megatron_brorl.train.sampling_params import context, training_sampling_params
 
 GAE = ["algo.advantage=gae"]
 TOOLS = ["environment.factory=my_env.py:Calculator"]
 OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
 CONTEXT = ["parallel.context=2", "train.share_prompt=false"]
-BF16 = ["model.dtype=bf16"]
-FP8 = [*BF16, "fp8.recipe=tensorwise"]
+FP8 = ["model.dtype=bf16", "fp8.recipe=tensorwise"]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ FP8 = [*BF16, "fp8.recipe=tensorwise"]
         (["fp8.recipe=tensorwise"], "model.dtype = \"fp32\": must be 'bf16' with an fp8.recipe"),
         (["fp8.parameters=true"], "fp8.parameters = true: needs an fp8.recipe"),
         (["fp8.bf16_layers=1"], "fp8.bf16_layers = 1: needs an fp8.recipe"),
-        ([*BF16, "fp8.recipe=delayed", "fp8.bf16_layers=1"], "fp8.bf16_layers = 1: must be 0"),
+        (["model.dtype=bf16", "fp8.recipe=delayed", "fp8.bf16_layers=1"], "fp8.bf16_layers = 1: must be 0"),
         ([*FP8, "fp8.parameters=true"], "fp8.parameters = true: needs parallel.distributed_optimizer = true"),
         (
             [*FP8, "fp8.parameters=true", "parallel.distributed_optimizer=true", "train.offload=true"],
@@ -78,10 +78,7 @@ FP8 = [*BF16, "fp8.recipe=tensorwise"]
         ([*GAE, "reward.group_function=my.py:score"], 'algo.advantage = "gae": cannot be combined with reward.group'),
         (["algo.train_on=1"], "algo.train_on = 1: must be 0 (all) or at least 2"),
         (["algo.train_on=513"], "algo.train_on = 513: must be at most rollout.n = 512"),
-        (
-            ["algo.train_on=4", "algo.mini_batches=5", "algo.mini_batch_of=siblings"],
-            "divide algo.train_on = 4 siblings",
-        ),
+        (["algo.train_on=4", "algo.mini_batches=5", "algo.mini_batch_of=siblings"], "divide algo.train_on = 4"),
         (["algo.train_on=4", *GAE], 'algo.train_on = 4: must be 0 with algo.advantage = "gae"'),
         (["reference.reset_every=3"], "reference.reset_every = 3: needs algo.kl_coef above 0"),
         (["algo.distill_coef=1", "algo.dynamic_sampling=false"], "algo.distill_coef = 1.0: needs teacher.path"),
@@ -147,6 +144,14 @@ def test_valid_combinations_are_accepted(overrides):
 )
 def test_the_name_of_a_benchmark(benchmark, name, file):
     assert parse_benchmark(benchmark) == (name, file)
+
+
+def test_lengths_up_to_the_context_of_the_model_are_accepted():
+    shape = SimpleNamespace(context=64)
+    assert context(load_table({}, "", ["model.context=64", "rollout.max_tokens=63"]), shape) == 64
+    for key, other in (("model.context=65", "rollout.max_tokens=9"), ("rollout.max_tokens=64", "model.context=64")):
+        with pytest.raises(UserError, match=key.replace("=", " = ")):
+            context(load_table({}, "", [key, other]), shape)
 
 
 def test_experts_are_replayed_where_engine_and_trainer_round_differently():

@@ -82,8 +82,7 @@ def test_step_equals_one_by_hand(processes, pool, model, batch, dynamic):
     kept = [(p, rows, r) for p, rows, r in groups if not dynamic or len(set(r)) > 1]
     rewards = [r for group_rewards in rewards_of_groups for r in group_rewards]
     assert values["unscored_share"] == nan_count / (3 * N)
-    has_nan = "some_nan" in rules or "nan" in rules
-    assert (nan_count > 0) == has_nan
+    assert (nan_count > 0) == ("some_nan" in rules or "nan" in rules)
     assert values["reward"] == pytest.approx(sum(rewards) / (3 * N))
     assert values["kept_share"] == pytest.approx(len(kept) / 3)
     assert values["reward_std"] == pytest.approx(statistics.pstdev(rewards), rel=1e-6)

@@ -40,8 +40,7 @@ def test_one_of_512_rollouts_lost_and_one_stalled(processes, model, deaf, capfd)
     assert len(warnings) == (3 if deaf else 2)
     assert all("1 of prompt p/0" in line and "1 of prompt p/1" in line for line in warnings[:2])
     assert trainer.runner.stuck() == deaf
-    # The engine sleeps during the training. An engine that hangs gets no more calls, but its rank joins two barriers,
-    # where the other ranks of the engine wait for the sleep and the wake.
+    # An engine that hangs gets no more calls, but its rank joins the barriers of its other ranks for sleep and wake.
     after = ["barrier", "barrier"] if deaf else ["sleep", "wake", "update_weights"]
     assert engine.verbs == ["wake", "update_weights", "generate", *after]
 
