@@ -125,10 +125,10 @@ def updating(rank: int, name: str) -> list[str]:
     events = Events(name)
     problem = weight_sync._problem
 
-    def reported_problem(*arguments: Any) -> str:
+    def reported_problem(checksum: int, refused: bool) -> str:
         if rank == 1:
             events.store.set("first of other", "")
-        return problem(*arguments)
+        return problem(checksum, refused)
 
     def update_weights(tensors: Any, version: int) -> None:
         if rank == 0:
