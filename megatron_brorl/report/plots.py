@@ -208,7 +208,7 @@ def _stack(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> Non
     axes.margins(y=0)
     axes.set_ylim(0, 1.25 * base.max() if base.max() > 0 else 1)  # room for the legend
     axes.legend(
-        frameon=False, fontsize=9, ncols=5, loc="upper center", columnspacing=0.9, handlelength=0.9, handletextpad=0.4
+        frameon=False, fontsize=8, ncols=5, loc="upper center", columnspacing=0.7, handlelength=0.8, handletextpad=0.3
     )
 
 

@@ -42,9 +42,10 @@ function choice(label, values, chosen, change, id) {
 
 const placeholder = (sentence) => make("p", { class: "placeholder" }, sentence);
 const note = (...parts) => make("p", { class: "note" }, parts);
-// Ties are rounded to even, as Python does in the sentences of the verdict.
-const rounding = (digits) => new Intl.NumberFormat("en", { useGrouping: false, roundingMode: "halfEven", ...digits }).format;
-const tenths = rounding({ minimumFractionDigits: 1, maximumFractionDigits: 1 }), four_digits = rounding({ maximumSignificantDigits: 4 });
+// Round as Python does in the verdict: by the exact binary value, as toFixed does, but ties to even instead of up.
+const is_tie = (x, digits) => /^50*$/.test(x.toFixed(digits + 50).slice(-50));
+const fixed = (x, digits) => (is_tie(x, digits) && /[13579]$/.test(x.toFixed(digits)) ? x - Math.sign(x) * 0.5 * 10 ** -digits : x).toFixed(digits);
+const tenths = (x) => fixed(x, 1), four_digits = (x) => String(Number(fixed(x, Math.max(3 - Math.floor(Math.log10(Math.abs(x))), 0))));
 const percent = (x) => (x === null || x === undefined ? "-" : tenths(100 * x) + "%");
 const points = (x) => (Math.abs(100 * x) < 0.05 ? "0.0" : (x > 0 ? "+" : "") + tenths(100 * x));
 const signed = (x) => (x > 0 ? "+" : "") + short(x);

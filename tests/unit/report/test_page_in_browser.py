@@ -50,11 +50,11 @@ def test_every_chart_is_drawn_and_model_text_stays_text(tmp_path):
 
 
 def test_one_value_is_rounded_in_one_way(tmp_path):
-    # 25 and 26 of 80 are 31.25% and 32.5%, and the change is 1.25 points. Python rounds ties to even.
-    rights = [1] * 25 + [0] * 55, [1] * 26 + [0] * 54
-    body = opened(tmp_path, [make_run(tmp_path / "a", prompts=80, samples=1, rights=rights)])
-    assert "from 31.2% to 32.5%, +1.2 points (95% interval" in body
-    assert [body.count(f">{start} (") for start in ("+1.2", "+1.3", "31.2%", "31.3%")] == [1, 0, 2, 0]
+    # 625 of 2,000 are 31.25%, a tie, which Python rounds to even. 1,371 are 68.55%, whose binary value is below 68.55.
+    rights = [5] * 125 + [0] * 125, [8] * 171 + [3] + [0] * 78
+    body = opened(tmp_path, [make_run(tmp_path / "a", prompts=250, samples=8, rights=rights)])
+    assert "from 31.2% to 68.5%, +37.3 points (95% interval" in body
+    assert [body.count(f">{start} (") for start in ("31.2%", "31.3%", "68.5%", "68.6%")] == [2, 0, 3, 0]
 
 
 @pytest.mark.parametrize(
