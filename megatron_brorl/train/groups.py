@@ -127,7 +127,7 @@ class Subset:
 
     mask: Tensor  # bool
     deal_order: Tensor  # int64, deals siblings to mini-batches: their index, or their rank by reward with algo.train_on
-    weight: Tensor | None = None  # float64 [groups, N, 3]: the fields of RowWeight; None without algo.train_on
+    weight: Tensor | None = None  # float64 [groups, N, 3]: RowWeight of the rows in mask; None without algo.train_on
 
     def weights(self, slots: Sequence[tuple[int, int]]) -> tuple[RowWeight, ...]:
         """Return the weight of each rollout, or () without algo.train_on. slots: group and sibling index of each."""
@@ -159,7 +159,6 @@ def choose_subset(outcomes: Outcomes, algo: AlgoConfig) -> Subset:
     weight[..., 0] = available.gather(1, reward_class) / used.gather(1, reward_class).double()  # loss
     weight[..., 1] = tokens.sum(1, keepdim=True) / chosen_count  # tokens
     weight[..., 2] = (tokens > 0).sum(1, keepdim=True) / chosen_count  # sequences
-    weight[~chosen] = 0
 
     by_reward = reward_class.masked_fill(~chosen, mask.shape[1]).argsort(dim=1, stable=True)
     # Siblings are dealt by reward, so that every mini-batch gets a similar share of each reward.
