@@ -267,7 +267,7 @@ def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dic
         "copies": float(copies_by_routes(prompts, responses, routes)),
     }
     totals = collectives.all_reduce_sum(own, actor.grid.groups.dp)
-    metrics = {"token_gain": totals["plain"] / (totals["computed"] or 1.0) if totals["plain"] else 1.0}
+    metrics = {"token_gain": totals["plain"] / totals["computed"] if totals["plain"] else 1.0}
     if replays and options.share_prompt:
         metrics["unshared_by_routes"] = totals["copies"] / (totals["rows"] or 1.0)
     return metrics
