@@ -66,7 +66,7 @@ class Episode:
     score: ScoreResult | None = None  # the environment's reward; None while the rollout is unfinished
     # Of an agent: the index of the first token of each sequence, which begins with a prompt that is not sampled.
     starts: tuple[int, ...] = ()
-    text: str | None = None  # of an agent: what the row's verifier scores; None if the agent has given the score
+    text: str | None = None  # of an agent: the answer for the row's verifier; None if the agent has given the score
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class AlgorithmFunction:
             self.refuse(f"must take ({', '.join(parameters)}): {e}")
 
     def __call__(self, shape: Sequence[int], entries: str, **arguments: Any) -> Tensor:
-        """Return the result, a float tensor of this shape. entries: what it holds, for messages. Raises StepError."""
+        """Call the function and return its float tensor of this shape. Raises StepError, which names the `entries`."""
         try:
             result = self.function(**arguments)
         except Exception as e:

@@ -25,11 +25,11 @@ _ANSWERS += ("reward_model.ground_truth", "label")
 
 
 def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a row with this project's keys and "task", and the other columns.
+    """Return a row with this project's keys and "task", and the remaining columns.
 
-    The others include the column of the task, and a column that a key reads only in part ("a.b"). If data.columns
-    names no column, the row keeps all of its keys, and there are no other columns. Finite numbers as answer, target,
-    id or task become text. Raises UserError if a named column or a match of answer_regex is missing.
+    The remaining columns include that of the task, and columns of which a key reads a part ("a.b"). If data.columns
+    names no column, the row keeps all of its keys, and no columns remain. Finite numbers as answer, target, id or
+    task become text. Raises UserError if a named column or a match of answer_regex is missing.
     """
     is_mapped = columns != ColumnsConfig()
     row: dict[str, Any] = {} if is_mapped else dict(raw)

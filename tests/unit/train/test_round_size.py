@@ -15,7 +15,7 @@ CONFIG = RolloutConfig(prompts=128, refills=4)
 @pytest.mark.parametrize("missing", [1, 2, 17, 128])
 @pytest.mark.parametrize("kept", [1, 30, 62, 99, 100])
 def test_round_size_is_the_smallest_number_that_satisfies_the_inequality(missing, kept):
-    """Of m prompts, at least `missing` are kept even 3 standard deviations below the mean m p."""
+    """A round of m prompts keeps m p on average. Three standard deviations below, it still keeps `missing` prompts."""
     p = kept / 100
     enough = [m for m in range(1, 513) if m * p - 3 * math.sqrt(m * p * (1 - p) * (1 + m / 100)) >= missing - 1e-9]
     expected = enough[0] if enough else 512  # MAX_OVERSAMPLE * rollout.prompts
