@@ -5,7 +5,7 @@
 
 namespace brorl {
 
-// keys (63 bits), rollout index and token position (32 bits each) [B] int64 -> [B] float64 in (0, 1), on the CPU or on CUDA.
+// keys (63 bits), rollout index and token position (32 bits each), [B] int64 -> [B] float64 in (0, 1), on any device.
 at::Tensor uniforms(const at::Tensor& keys, const at::Tensor& index, const at::Tensor& position);
 
 }  // namespace brorl
