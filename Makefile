@@ -12,7 +12,7 @@ quickstart: $(INSTALLED)  ## train SmolLM2-135M-Instruct with 512 rollouts per p
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/smollm2/run.sh
 	@$(BIN)/brorl report runs/smollm2 | grep ^report
 
-quickstart-tiny: $(INSTALLED)  ## the same for a model of 0.8M parameters that it makes itself; downloads nothing
+quickstart-tiny: $(INSTALLED)  ## the same for a model of 0.8M parameters that it makes itself; downloads no model
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
 	@$(BIN)/brorl report runs/brorl_tiny | grep ^report
 
@@ -69,7 +69,7 @@ test-wheel: wheel  ## test that wheel in an empty environment: all commands, and
 clean:
 	rm -rf $(VENV) build dist site *.egg-info megatron_brorl/*.so .pytest_cache .mypy_cache .ruff_cache
 
-# A machine with a CUDA driver uses the installed torch, for example that of an NGC container. Other machines get the CPU
+# If PYTHON has a torch that finds a GPU, as in an NGC container, that torch is used. Every other machine gets the CPU
 # build, because pip would otherwise install gigabytes of CUDA libraries. The sources of the extension are prerequisites,
 # so that it is rebuilt after an edit.
 $(INSTALLED): pyproject.toml setup.py tools/install.sh $(wildcard csrc/* csrc/*/*)
