@@ -142,11 +142,9 @@ def _interface(address: str) -> str:
 
 def _address(interface: str) -> str:
     """Return the address of an interface, IPv4 if it has both."""
-    addresses = psutil.net_if_addrs().get(interface, [])
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for a in addresses:
-            if a.family == family:
-                return a.address
+    addresses = {a.family: a.address for a in reversed(psutil.net_if_addrs().get(interface, []))}
+    if address := addresses.get(socket.AF_INET) or addresses.get(socket.AF_INET6):
+        return address
     raise UserError(f"GLOO_SOCKET_IFNAME = {interface}: this machine has no such interface with an address")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -73,10 +74,7 @@ _dump_after_s = 0.0
 
 
 def dump_stacks_after(seconds: float) -> None:
-    """Print the stacks of all threads to stderr if no span begins or ends for `seconds`; 0 turns this off.
-
-    The longest allowance of the open spans is added to `seconds`.
-    """
+    """Print all stacks to stderr if no span begins or ends for `seconds` + the longest open allowance; 0: never."""
     global _dump_after_s
     _dump_after_s = seconds
     if seconds:
@@ -105,10 +103,13 @@ def phase() -> tuple[list[str], int, int, float]:
 def _changed() -> None:
     global _place
     allowance_s = max((seconds for _, seconds in _open), default=0.0)
-    name = _open[-1][0] if _open else "no phase"
-    _place = Place(_place.changes + 1, name, time.monotonic() + allowance_s)
+    _place = Place(_place.changes + 1, _open[-1][0] if _open else "no phase", time.monotonic() + allowance_s)
     if _dump_after_s and sys.__stderr__:
-        faulthandler.dump_traceback_later(_dump_after_s + allowance_s, file=sys.__stderr__)
+        # Stacks that are printed together are mixed up, so each rank of a machine has its own slots of 0.1 seconds.
+        rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        wait_s = _dump_after_s + allowance_s
+        wait_s += (0.1 * rank - time.monotonic() - wait_s) % (0.1 * ranks)
+        faulthandler.dump_traceback_later(wait_s, file=sys.__stderr__)
 
 
 def record(timeline: Timeline | None) -> None:
