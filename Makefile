@@ -34,7 +34,7 @@ check: $(DEV)  ## check lint, format and types
 docs: $(DEV)  ## build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-bench: $(INSTALLED)  ## benchmarks, as speed ratios
+bench: $(DEV)  ## benchmarks, as speed ratios
 	@for tool in $(filter-out %/bench_common.py,$(wildcard benchmarks/bench_*.py)); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
 
 KILLS ?= 60

@@ -86,7 +86,8 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
 def peak_flops(dtype: str, threads: int, device: str = "cpu") -> float:
     """Return the peak operations per second: multiply-adds of `threads` cores (fma_peak.c), or the GPU's in bf16.
 
-    bf16 on a CPU needs AVX-512 BF16. A GPU without an entry in parallel.flops has no peak: nan."""
+    bf16 on a CPU needs AVX-512 BF16, and the faster tiles (AMX) are not counted: shares can exceed 1. A GPU without an
+    entry in parallel.flops has no peak: nan."""
     if device == "cuda":
         return flops.peak_flops() or math.nan
     with tempfile.TemporaryDirectory() as directory:
