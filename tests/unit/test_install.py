@@ -1,7 +1,4 @@
-"""Test tools/install.sh, setup.py and csrc/build_backend.py with fakes of Python, pip, torch and the CUDA toolkit.
-
-No test needs a network or compiles anything.
-"""
+"""Test tools/install.sh, setup.py and csrc/build_backend.py with fakes of Python, pip, torch and the CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ case "$*" in
     venv="${@: -1}"
     mkdir -p "$venv/bin" "$venv/site"
     cp "$STANDINS/pip" "$venv/bin/pip"
+    cp -r "${REAL_PYTHON%/bin/*}"/lib/python3*/site-packages/tomli "$venv/site" 2>/dev/null # used on Python 3.10
     printf '#!/bin/bash\\nPYTHONPATH=%s exec %s -S "$@"\\n' "$venv/site" "$REAL_PYTHON" >"$venv/bin/python"
     chmod +x "$venv/bin/python"
     [[ $* == *system-site* && -n ${VISIBLE:-} ]] && "$STANDINS/torch" "$venv" 2.9.0 '"12.8"'
@@ -70,8 +68,7 @@ def install(tmp_path):
     for name, text in {"python": PYTHON, "pip": PIP, "torch": TORCH}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    log = tmp_path / "log"
-    log.touch()
+    (log := tmp_path / "log").touch()
 
     def run(*arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("BRORL_", "PIP_"))}

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import pathlib
 import threading
 from datetime import timedelta
 from hashlib import sha256
@@ -137,8 +138,8 @@ def break_files(patch: pytest.MonkeyPatch, folder: str, name: str, mode: str, co
             raise OSError(code, os.strerror(code), str(file))
         return original(file, *args, **kwargs)
 
-    for module in (builtins, io):
-        patch.setattr(module, "open", opened)
+    for owner in (builtins, io, getattr(pathlib, "_NormalAccessor", io)):  # the last one in Python 3.10
+        patch.setattr(owner, "open", staticmethod(opened))
 
 
 def test_a_full_disk_leaves_the_folder_unchanged(save, tmp_path):
