@@ -26,8 +26,7 @@ from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 
-# Older releases, and so all for Python 3.10, read the exported files differently. The export then prints a warning.
-pytest.importorskip("transformers", "5.24")
+pytest.importorskip("transformers", "5.24", "older ones read exported files differently, and the export warns")
 REPOSITORY = Path(__file__).parents[3]
 CORPUS = [f"{a} + {b} = {a + b}" for a in range(40) for b in range(40)]
 CORPUS += ["aaaa aaa aa a aaaaaa baaab  aa  aaa    x", "ababab abab ababa babab bab", "naïve café hello == ==="] * 40

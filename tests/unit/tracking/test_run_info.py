@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shlex
 import sys
+
+import torch
 
 from megatron_brorl.signals import LAUNCHER
 from megatron_brorl.tracking import run_info
@@ -20,7 +21,7 @@ def test_a_resumed_run_has_two_starts(tmp_path):
     starts = [(s["step"], s["command"], s["ranks"]) for s in record["starts"]]
     assert starts == [(0, commands[0], 2), (3, commands[1], 1)]
     versions = record["starts"][0]["versions"]
-    assert (versions["python"], versions["torch"]) == (sys.version.split()[0], importlib.metadata.version("torch"))
+    assert versions["python"] == sys.version.split()[0] and torch.__version__.startswith(versions["torch"])
 
     # A new run in the same folder replaces the file.
     run_info.write(tmp_path, {}, resume_step=None, command="brorl train b.toml", ranks=1, device="no GPU")
