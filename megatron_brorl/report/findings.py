@@ -155,7 +155,7 @@ def _metrics(changed: Mapping[str, Any]) -> list[tuple[str, Tone, str]]:
     first, *others = changed["passes"]
     shares = {f"pass@{p['k']}": p for p in (first, *others[::-1])}
     tasks = changed["tasks"] if len(changed["tasks"]) > 1 else []
-    shares |= {f"pass@1 of {t['task']}": t for t in tasks if t["difference"]["p"] < 0.05 / len(tasks)}
+    shares |= {f"pass@1 ({t['task']})": t for t in tasks if t["difference"]["p"] < 0.05 / len(tasks)}
     metrics = [(name, *_compare_values(name, p, "{:.1%}".format, _points, " points")) for name, p in shares.items()]
     if reward := changed["reward"]:
         metrics.insert(1 if first["before"] or first["after"] else 0, ("mean reward", *reward_change(reward)))

@@ -158,7 +158,7 @@ NOTHING = {"steps": 0, "evaluations": (), "record_rollouts": False, "write_run_j
         # pass@1 stays at 50%. In the third row it stays at 75% and pass@4 at 100%, but it changes in both tasks.
         ({"prompts": 40, "rights": ([2] * 40, HALF)}, "bad", "It got worse: pass@4 fell from 100.0% to 50.0%, -50.0"),
         ({"prompts": 40, "rights": ([1] * 40, HALF)}, "unclear", "Mixed result: pass@1 rose from 25.0% to 50.0%"),
-        ({"prompts": 40, "rights": ([3] * 40, [4, 2] * 20)}, "unclear", "Mixed result: pass@1 of gcd rose from 75.0%"),
+        ({"prompts": 40, "rights": ([3] * 40, [4, 2] * 20)}, "unclear", "Mixed result: pass@1 (gcd) rose from 75.0%"),
         ({"rates": (0.0, 0.0), "rewards": (-3.0, -4.5)}, "bad", "It got worse: mean reward fell from -3 to -4.5, -1.5"),
         ({"rates": (0.0, 0.0), "rewards": (0.2, 0.6)}, "good", "It learned: mean reward rose from 0.2 to 0.6, +0.4"),
         ({"rates": (0.0, 0.0), "rewards": (2.0, 2.0)}, "unclear", "No change beyond chance: mean reward went from 2 "),
