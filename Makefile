@@ -43,7 +43,7 @@ SEED ?= 1
 torture: $(DEV)  ## kill runs and inject disk errors, start them again, and compare the results bit by bit
 	$(BIN)/python -W ignore tests/torture/trials.py --kills $(KILLS) --faults $(FAULTS) --seed $(SEED)
 
-test-vllm: $(DEV)  ## run the engine tests on vLLM, in a separate environment (3.5 GB)
+test-vllm: $(DEV)  ## run the engine tests on vLLM, in a separate environment (3.5 GB): half an hour
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/test_vllm.sh
 
 test-megatron-next: $(DEV)  ## run tests/dist, models, checkpoints and whole runs on Megatron-Core 0.19
