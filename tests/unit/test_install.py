@@ -25,7 +25,7 @@ case "$*" in
     venv="${@: -1}"
     mkdir -p "$venv/bin" "$venv/site"
     cp "$STANDINS/pip" "$venv/bin/pip"
-    cp -r "${REAL_PYTHON%/bin/*}"/lib/python3*/site-packages/tomli "$venv/site" 2>/dev/null # used on Python 3.10
+    cp -r "${REAL_PYTHON%/bin/*}"/lib/python3*/site-packages/tomli "$venv/site" 2>/dev/null # Python 3.10 lacks tomllib
     printf '#!/bin/bash\\nPYTHONPATH=%s exec %s -S "$@"\\n' "$venv/site" "$REAL_PYTHON" >"$venv/bin/python"
     chmod +x "$venv/bin/python"
     [[ $* == *system-site* && -n ${VISIBLE:-} ]] && "$STANDINS/torch" "$venv" 2.9.0 '"12.8"'

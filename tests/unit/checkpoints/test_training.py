@@ -138,7 +138,7 @@ def break_files(patch: pytest.MonkeyPatch, folder: str, name: str, mode: str, co
             raise OSError(code, os.strerror(code), str(file))
         return original(file, *args, **kwargs)
 
-    for owner in (builtins, io, getattr(pathlib, "_NormalAccessor", io)):  # the last one in Python 3.10
+    for owner in (builtins, io, getattr(pathlib, "_NormalAccessor", io)):  # Python 3.10's pathlib has its own.
         patch.setattr(owner, "open", staticmethod(opened))
 
 
